@@ -1,0 +1,291 @@
+"""``planaria slide info | tile | predict | view``: each command a frozen dataclass with ``run``.
+
+``run(say)`` returns the exit code and says its lines through ``say``. ``main`` is the command line of
+this module alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from planaria.errors import ConfigError, PlanariaError
+from planaria.pathology.folder import find_slides, process, read_mpp_table
+from planaria.pathology.heat import DISCLAIMER, over_thumbnail, save_heat, save_overview
+from planaria.pathology.regions import thumbnail
+from planaria.pathology.slides import Slide, SlideInfo, open_slide
+from planaria.pathology.tiles import TileConfig, tile_slide, write_csv, write_h5, write_preview
+from planaria.pathology.tissue import TissueConfig
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Says what a slide's file states and what is assumed."""
+
+    slides: tyro.conf.Positional[tuple[Path, ...]]
+    """Slides, or folders of them."""
+    mpp: float | None = None
+    """µm per level-0 pixel, over whatever the files say."""
+    json: bool = False
+    """One JSON object per slide instead of lines."""
+
+    def run(self, say: Say) -> int:
+        """0 where every slide could be opened, else 1."""
+        failed = 0
+        for path in find_slides(self.slides):
+            try:
+                slide = open_slide(path, mpp=self.mpp)
+            except PlanariaError as error:
+                failed += 1
+                say(json.dumps({"path": str(path), "error": str(error)}) if self.json else str(error))
+                continue
+            facts = describe(slide.info)
+            slide.close()
+            if self.json:
+                say(json.dumps(facts))
+            else:
+                for key, value in facts.items():
+                    say(f"{key:<12} {value}")
+                say("")
+        return int(failed > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Cuts slides into tiles: coordinates (H5, CSV), a preview, and PNG files where asked for."""
+
+    slides: tyro.conf.Positional[tuple[Path, ...]]
+    """Slides, or folders of them."""
+    out: Path
+    """Folder for the results, one folder per slide."""
+    mpp: float = 0.5
+    """µm/px of the tiles."""
+    px: int = 256
+    """Pixels along one side of a tile."""
+    overlap: int = 0
+    """Pixels that neighbours share."""
+    min_tissue: float = 0.25
+    """Fraction of tissue from which a tile is kept."""
+    png: bool = False
+    """Whether the tiles themselves are written."""
+    slide_mpp: float | None = None
+    """µm per level-0 pixel of every slide, over what the files say."""
+    mpp_csv: Path | None = None
+    """Table with columns slide and mpp, for slides that say nothing or lie."""
+    tissue: TissueConfig = field(default_factory=TissueConfig)
+
+    def run(self, say: Say) -> int:
+        """0 unless no slide at all could be tiled."""
+        config = TileConfig(
+            mpp=self.mpp, px=self.px, overlap=self.overlap, min_tissue=self.min_tissue
+        )
+        slides = find_slides(self.slides)
+        table = overrides(slides, one=self.slide_mpp, table=self.mpp_csv, say=say)
+
+        def work(slide: Slide, folder: Path) -> tuple[bool, str, dict[str, Any]]:
+            tiles, tissue = tile_slide(
+                slide,
+                config=config,
+                tissue_config=self.tissue,
+                png_dir=folder / "tiles" if self.png else None,
+            )
+            name = slide.info.path.stem
+            write_h5(folder / f"{name}.h5", table=tiles)
+            write_h5(folder / "clam" / f"{name}.h5", table=tiles, layout="clam")
+            write_csv(folder / f"{name}.csv", table=tiles)
+            write_preview(folder / "preview.png", slide=slide, table=tiles)
+            detail = f"{len(tiles.xy)} tiles; {tissue.reason}"
+            return len(tiles.xy) > 0, detail, {"counts": tiles.counts}
+
+        settings = [asdict(config), asdict(self.tissue), self.png]
+        summary = process(
+            slides,
+            out=self.out,
+            marker="tiles.json",
+            settings=settings,
+            mpp=table,
+            work=work,
+            say=say,
+        )
+        return summary.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Scores slides with a trained model: heat-map, GeoJSON, CSV and a page per slide."""
+
+    slides: tyro.conf.Positional[tuple[Path, ...]]
+    """Slides, or folders of them."""
+    model: Path
+    """Folder that a training left (model.json, model.pt)."""
+    out: Path
+    """Folder for the results, one folder per slide."""
+    overlap: float = 0.0
+    """Fraction of a tile that neighbours share (metastasis)."""
+    batch: int = 32
+    """Tiles per forward pass."""
+    page_px: int = 2048
+    """Longest side of the slide inside each page."""
+    origin: str = "bounds"
+    """Origin of the GeoJSON: bounds (QuPath) or level0."""
+    slide_mpp: float | None = None
+    """µm per level-0 pixel of every slide, over what the files say."""
+    mpp_csv: Path | None = None
+    """Table with columns slide and mpp."""
+    tissue: TissueConfig = field(default_factory=TissueConfig)
+
+    def run(self, say: Say) -> int:
+        """0 unless no slide at all could be scored."""
+        # Torch is slow to import: info and tile do without it.
+        from planaria.pathology.bundle import load_bundle
+        from planaria.pathology.geojson import features, write_geojson, write_heat_csv
+        from planaria.pathology.predict import PredictConfig, predict_slide
+        from planaria.pathology.viewer import render_page, write_page
+
+        config = PredictConfig(overlap=self.overlap, batch=self.batch)
+        card, model = load_bundle(self.model)
+        slides = find_slides(self.slides)
+        table = overrides(slides, one=self.slide_mpp, table=self.mpp_csv, say=say)
+        notes = (*card.notes, f"Trained on: {card.trained_on}.")
+        threshold = card.threshold if card.kind == "metastasis" else 0.5
+        name = "Tumor"
+
+        def work(slide: Slide, folder: Path) -> tuple[bool, str, dict[str, Any]]:
+            found = predict_slide(
+                slide, card=card, model=model, config=config, tissue_config=self.tissue
+            )
+            info, heat = slide.info, found.heat
+            save_heat(folder / "heat.npz", heat=heat)
+            collection = features(
+                heat, info=info, threshold=threshold, name=name, origin=self.origin
+            )
+            write_geojson(folder / f"{info.path.stem}.geojson", collection=collection)
+            write_heat_csv(folder / "heat.csv", heat=heat, info=info)
+            pixels, down = thumbnail(slide)
+            origin = (info.bounds.x, info.bounds.y)
+            laid = over_thumbnail(pixels, heat=heat, origin=origin, down=down)
+            save_overview(folder / "overview.png", pixels=laid)
+            said = "no score" if found.score is None else f"{heat.label} {found.score:.3f}"
+            call = f"{found.call} ({said}; {found.rule})"
+            page = render_page(slide, heat=heat, call=call, notes=notes, inline_px=self.page_px)
+            write_page(folder / "index.html", html=page)
+            facts = {
+                "score": found.score,
+                "call": call,
+                "threshold": threshold,
+                "rule": found.rule,
+                "tiles": found.tiles,
+                "seconds": round(found.seconds, 3),
+                "notes": list(notes),
+            }
+            return found.score is not None, f"{call}; {found.reason}", facts
+
+        stamp = (self.model / "model.pt").stat()
+        settings = [
+            (self.model / "model.json").read_text(encoding="utf-8"),
+            [stamp.st_size, stamp.st_mtime_ns],
+            asdict(config),
+            asdict(self.tissue),
+            self.page_px,
+            self.origin,
+        ]
+        summary = process(
+            slides,
+            out=self.out,
+            marker="prediction.json",
+            settings=settings,
+            mpp=table,
+            work=work,
+            say=say,
+        )
+        say(DISCLAIMER)
+        return summary.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Shows the results of ``predict`` in a browser: serves them on this machine until Ctrl-C."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder that ``slide predict`` wrote."""
+    port: int = 0
+    """Port on 127.0.0.1; 0 takes a free one."""
+
+    def run(self, say: Say) -> int:
+        """0 when interrupted."""
+        from planaria.pathology.serve import Viewer
+
+        viewer = Viewer(self.folder, port=self.port)
+        say(f"{len(viewer.results)} slides at {viewer.url} (Ctrl-C ends)")
+        viewer.serve()
+        return 0
+
+
+SlideCommand = (
+    Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Tile, tyro.conf.subcommand("tile")]
+    | Annotated[Predict, tyro.conf.subcommand("predict")]
+    | Annotated[View, tyro.conf.subcommand("view")]
+)
+"""What ``planaria slide`` parses."""
+
+
+def describe(info: SlideInfo) -> dict[str, Any]:
+    """The facts that ``slide info`` shows, ready for JSON."""
+    choice = info.choice
+    return {
+        "path": str(info.path),
+        "reader": info.reader,
+        "size": f"{info.width} x {info.height} px",
+        "bounds": [info.bounds.x, info.bounds.y, info.bounds.width, info.bounds.height],
+        "levels": [[lv.width, lv.height, round(lv.downsample, 6)] for lv in info.levels],
+        "mpp": None if choice.resolution is None else round(choice.resolution.mpp, 6),
+        "resolution": choice.reason,
+        "refused": list(choice.rejected),
+        "objective": info.objective,
+        "associated": list(info.associated),
+        "icc": info.icc,
+        "notes": list(info.notes),
+    }
+
+
+def overrides(
+    slides: list[Path], *, one: float | None, table: Path | None, say: Say
+) -> dict[str, float]:
+    """The user's resolutions by slide name, from ``--slide-mpp`` and the table, which wins."""
+    found = {} if one is None else {path.stem: one for path in slides}
+    if table is not None:
+        if not table.is_file():
+            raise ConfigError(f"--mpp-csv {table}: no such file; check the path")
+        rows, notes = read_mpp_table(table, slides=slides)
+        for note in notes:
+            say(note)
+        found |= rows
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line of this module: parses, runs, prints one line for an error."""
+
+    def say(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    try:
+        command = tyro.cli(SlideCommand, args=arguments, prog="planaria slide")
+        return command.run(say)
+    except PlanariaError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Slides through a model, in a stream: tiles come, are scored in batches, and are forgotten.
+
+Only the grid of scores grows with the slide (4 bytes per tile), so memory stays flat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from planaria.errors import ConfigError
+from planaria.pathology.boards import BoardConfig, assemble, cut_tiles, fixed_board
+from planaria.pathology.bundle import ModelCard, grade_loss
+from planaria.pathology.colour import to_unit
+from planaria.pathology.heat import HeatMap
+from planaria.pathology.metrics import apply_thresholds
+from planaria.pathology.networks import BoostedEfficientNet
+from planaria.pathology.slides import Slide
+from planaria.pathology.tiles import Tile, TileConfig, iterate_tiles, plan_grid
+from planaria.pathology.tissue import TissueConfig, TissueMap, tissue_map
+
+TOP_TILES = 10
+"""Tiles whose mean probability is the slide's: one false tile does not make a slide positive.
+Source: our choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """How slides are scored."""
+
+    batch: int = 32
+    """Tiles per forward pass."""
+    overlap: float = 0.0
+    """Fraction of a tile that neighbours share; 0.5 gives a heat-map twice as fine."""
+    min_tissue: float = 0.1
+    """Fraction of tissue from which a tile is scored."""
+    shifts: int = 4
+    """Boards that a Gleason grade is averaged over; chance plays no part."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.shifts < 1:
+            raise ConfigError(f"batch is {self.batch} and shifts {self.shifts}; at least 1 each")
+        if not 0 <= self.overlap < 1:
+            raise ConfigError(f"overlap is {self.overlap}; 0 or more and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model says about one slide."""
+
+    heat: HeatMap
+    score: float | None
+    """Probability of tumour, or expected grade; None for a slide without tissue."""
+    call: str
+    """``tumour``, ``no tumour``, ``ISUP 3`` or ``no tissue``."""
+    rule: str
+    """How tiles became the slide's score."""
+    tiles: int
+    """Tiles that were scored."""
+    reason: str
+    """What the tissue search found."""
+    seconds: float
+
+
+def predict_slide(
+    slide: Slide,
+    *,
+    card: ModelCard,
+    model: nn.Module,
+    config: PredictConfig | None = None,
+    tissue_config: TissueConfig | None = None,
+) -> Prediction:
+    """The prediction for one slide; a slide without tissue gets one, too, that says so."""
+    config = config or PredictConfig()
+    tissue_config = tissue_config or TissueConfig()
+    began = time.monotonic()
+    tissue = tissue_map(slide, config=tissue_config)
+    score = _metastasis if card.kind == "metastasis" else _gleason
+    with torch.inference_mode():
+        heat, value, tiles, rule = score(slide, card, model, config, tissue_config, tissue)
+    return Prediction(
+        heat=heat,
+        score=value,
+        call=decide(value, card=card),
+        rule=rule,
+        tiles=tiles,
+        reason=tissue.reason,
+        seconds=time.monotonic() - began,
+    )
+
+
+def decide(score: float | None, *, card: ModelCard) -> str:
+    """The word for a slide's score at the card's operating point."""
+    if score is None:
+        return "no tissue"
+    if card.kind == "metastasis":
+        return "tumour" if score >= card.threshold else "no tumour"
+    cuts = card.cuts or tuple(grade + 0.5 for grade in range(card.classes - 1))
+    return f"ISUP {int(apply_thresholds([score], cuts)[0])}"
+
+
+def slide_probability(tiles: NDArray[np.float32]) -> float:
+    """The mean of the :data:`TOP_TILES` highest probabilities, of all where there are fewer."""
+    return float(np.sort(tiles)[::-1][:TOP_TILES].mean())
+
+
+def _metastasis(
+    slide: Slide,
+    card: ModelCard,
+    model: nn.Module,
+    config: PredictConfig,
+    tissue_config: TissueConfig,
+    tissue: TissueMap,
+) -> tuple[HeatMap, float | None, int, str]:
+    cut = TileConfig(
+        mpp=card.mpp,
+        px=card.px,
+        overlap=round(config.overlap * card.px),
+        min_tissue=config.min_tissue,
+    )
+    grid = plan_grid(slide.info, config=cut)
+    values = np.full((grid.rows, grid.columns), np.nan, dtype=np.float32)
+    stream = iterate_tiles(
+        slide, config=cut, tissue=tissue, tissue_config=tissue_config, grid=grid
+    )
+    for batch in batched((tile for tile in stream if tile.kept), config.batch):
+        pixels = torch.from_numpy(np.stack([tile.rgb for tile in batch]))
+        probability = model(to_unit(pixels)).sigmoid().reshape(-1)
+        for tile, value in zip(batch, probability.tolist(), strict=True):
+            values[tile.row, tile.column] = value
+    found = values[~np.isnan(values)]
+    heat = HeatMap(values=values, grid=grid, low=0.0, high=1.0, label="probability of tumour")
+    rule = f"mean of the {TOP_TILES} highest tile probabilities"
+    return heat, slide_probability(found) if len(found) else None, len(found), rule
+
+
+def _gleason(
+    slide: Slide,
+    card: ModelCard,
+    model: nn.Module,
+    config: PredictConfig,
+    tissue_config: TissueConfig,
+    tissue: TissueMap,
+) -> tuple[HeatMap, float | None, int, str]:
+    board = cast("BoardConfig", card.board)
+    cut = TileConfig(mpp=board.mpp, px=board.px, min_tissue=config.min_tissue)
+    grid = plan_grid(slide.info, config=cut)
+    values = np.full((grid.rows, grid.columns), np.nan, dtype=np.float32)
+    stream = iterate_tiles(
+        slide, config=cut, tissue=tissue, tissue_config=tissue_config, grid=grid
+    )
+    for tiles in batched((tile for tile in stream if tile.kept), board.tiles):
+        for tile, value in zip(tiles, _tile_grades(tiles, card, model, board), strict=True):
+            values[tile.row, tile.column] = value
+    count = int((~np.isnan(values)).sum())
+    heat = HeatMap(
+        values=values,
+        grid=grid,
+        low=0.0,
+        high=float(card.classes - 1),
+        label="expected ISUP grade",
+    )
+    rule = f"expected grade of the best {board.tiles} tiles, mean of {config.shifts} boards"
+    stack = cut_tiles(slide, config=board, tissue_config=tissue_config, tissue=tissue)
+    if len(stack.pixels) == 0:
+        return heat, None, count, rule
+    loss = grade_loss(card)
+    scores: list[float] = []
+    for index in range(config.shifts):
+        shift = index * board.tiles // config.shifts
+        pixels = fixed_board(stack.pixels, config=board, shift=shift)
+        scores.append(float(loss.score(model(_batch(pixels)))[0]))
+    return heat, float(np.mean(scores)), count, rule
+
+
+def _tile_grades(
+    tiles: list[Tile], card: ModelCard, model: nn.Module, board: BoardConfig
+) -> Iterator[float]:
+    """The expected grade of each tile on one board, from the logits before pooling."""
+    pixels = assemble([tile.rgb for tile in tiles], places=np.arange(len(tiles)), config=board)
+    inner: Any = model
+    network = cast("BoostedEfficientNet", inner.network)
+    logits = network.logit_map(inner.correction(_batch(pixels)))
+    # One average per place on the board.
+    places = nn.functional.adaptive_avg_pool2d(logits, board.side)[0].flatten(1).T
+    grades = grade_loss(card).score(places)
+    return iter(grades[: len(tiles)].tolist())
+
+
+def _batch(pixels: NDArray[np.uint8]) -> Tensor:
+    return to_unit(torch.from_numpy(pixels)[None])
+
+
+def batched(items: Iterator[Tile], size: int) -> Iterator[list[Tile]]:
+    """Lists of ``size`` items, the last one shorter; Python 3.12 has it in itertools."""
+    while batch := list(islice(items, size)):
+        yield batch

@@ -1,0 +1,225 @@
+"""Where a slide has tissue, and where only glass, ink, gaps or blur.
+
+Stained tissue is coloured and glass is not, so saturation separates them (Otsu's threshold, bounded
+so that an all-white slide stays empty and a slide full of tissue stays full). Ink is coloured too:
+its hues (green, blue, cyan, a strong red) lie outside those of haematoxylin and eosin; black ink,
+folds and unscanned gaps are dark without colour. Source: Otsu 1979; the rest our choice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+from skimage.filters import threshold_otsu
+
+from planaria.errors import ConfigError
+from planaria.pathology.regions import read_region
+from planaria.pathology.slides import Pixels, Slide
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TissueConfig:
+    """How tissue is told from the rest. All defaults are our choice, set on H&E."""
+
+    mpp: float = 8.0
+    """µm/px at which the slide's mask is made; a gland is some ten pixels wide."""
+    max_px: int = 2048
+    """Longest side of the mask; a larger slide gets a coarser mask, so memory stays flat."""
+    saturation_floor: float = 0.06
+    """Otsu's threshold is not taken below this; glass scans at up to 0.05."""
+    saturation_ceiling: float = 0.15
+    """Nor above this: pale stroma scans at 0.15 to 0.25."""
+    dark: int = 45
+    """Grey value (0 to 255) below which an uncoloured pixel is ink, a fold or a gap."""
+    min_area_um2: float = 10_000.0
+    """Smaller islands are dust: 100 x 100 µm."""
+    max_hole_um2: float = 10_000.0
+    """Smaller holes are lumina and fat, and belong to the tissue."""
+    min_sharpness: float = 12.0
+    """Variance of the Laplacian of the grey tile (at its own resolution) below which a tile with
+    tissue counts as out of focus; sharp H&E at 0.5 µm/px has some hundreds."""
+    pen: bool = True
+    """Whether ink is taken out."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.saturation_floor <= self.saturation_ceiling <= 1:
+            raise ConfigError(
+                f"saturation_floor {self.saturation_floor} and saturation_ceiling "
+                f"{self.saturation_ceiling} must be ordered within 0 to 1"
+            )
+        for name in ("mpp", "max_px", "min_area_um2", "max_hole_um2"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TissueMap:
+    """The tissue of one slide at a coarse resolution."""
+
+    mask: Mask
+    """[H, W], True where there is tissue; its top left is the slide's bounds."""
+    downsample: float
+    """Level-0 pixels per mask pixel."""
+    threshold: float
+    """Saturation (0 to 1) that separated tissue; tiles are measured with the same one."""
+    pen_fraction: float
+    """Part of the slide under ink."""
+    dark_fraction: float
+    """Part of the slide that is dark without colour."""
+    reason: str
+    """One sentence: how much tissue there is, or why there is none."""
+
+    @property
+    def fraction(self) -> float:
+        """Part of the slide's bounds that is tissue."""
+        return float(self.mask.mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileTissue:
+    """What one tile holds."""
+
+    tissue: float
+    """Fraction of its pixels, ink and gaps taken out."""
+    pen: float
+    """Fraction of its pixels under ink."""
+    sharpness: float
+    """Variance of the Laplacian of its grey values; 0 for a flat tile."""
+
+
+def saturation(rgb: Pixels) -> NDArray[np.float32]:
+    """HSV saturation of [H, W, 3] pixels: [H, W], 0 (grey) to 1."""
+    high = rgb.max(axis=-1).astype(np.float32)
+    low = rgb.min(axis=-1).astype(np.float32)
+    return (high - low) / np.maximum(high, 1.0)
+
+
+def pen_mask(rgb: Pixels) -> Mask:
+    """True [H, W] where [H, W, 3] pixels bear ink: green, blue, cyan, or a strong red.
+
+    Blue and red need more colour than green does, since haematoxylin is bluish and blood and eosin
+    are reddish. Black ink is found by :func:`dark_mask`.
+    """
+    red, green, blue = (rgb[..., i].astype(np.int16) for i in range(3))
+    green_ink = (green > red + 20) & (green > blue + 5)
+    cyan_ink = (green > red + 40) & (blue > red + 40)
+    blue_ink = (blue > 90) & (blue > red + 70) & (blue > green + 40)
+    red_ink = (red > 120) & (red > 2.2 * green) & (red > 2.2 * blue)
+    return green_ink | cyan_ink | blue_ink | red_ink
+
+
+def dark_mask(rgb: Pixels, *, dark: int) -> Mask:
+    """True [H, W] where pixels are dark in all channels: black ink, folds, unscanned gaps."""
+    return rgb.max(axis=-1) < dark
+
+
+def tissue_map(slide: Slide, *, config: TissueConfig | None = None) -> TissueMap:
+    """The tissue of ``slide`` within its bounds; an empty mask with a reason where it has none.
+
+    Needs the slide's resolution (DataError without one). Reads the slide in pieces.
+    """
+    config = config or TissueConfig()
+    info = slide.info
+    bounds = info.bounds
+    mpp0 = info.resolution.mpp
+    down = max(config.mpp / mpp0, bounds.width / config.max_px, bounds.height / config.max_px, 1.0)
+    size = (max(round(bounds.width / down), 1), max(round(bounds.height / down), 1))
+    extent = (size[0] * down, size[1] * down)
+    rgb = read_region(slide, x=bounds.x, y=bounds.y, extent=extent, size=size)
+    return map_pixels(rgb, downsample=down, mpp=down * mpp0, config=config)
+
+
+def map_pixels(rgb: Pixels, *, downsample: float, mpp: float, config: TissueConfig) -> TissueMap:
+    """The tissue in an overview ``rgb`` [H, W, 3] of ``mpp`` µm/px. See :func:`tissue_map`."""
+    sat = saturation(rgb)
+    dark = dark_mask(rgb, dark=config.dark)
+    pen = pen_mask(rgb) if config.pen else np.zeros_like(dark)
+    if config.pen and pen.any():
+        # The rim of a stroke is mixed with glass or tissue and has neither's colour.
+        pen = ndimage.binary_dilation(pen, iterations=max(round(24 / mpp), 1))
+    usable = ~(dark | pen)
+    threshold = choose_threshold(sat[usable], config=config)
+    mask = (sat > threshold) & usable
+    mask = ndimage.binary_opening(mask, iterations=1)
+    mask = ndimage.binary_closing(mask, iterations=2)
+    mask = drop_small(mask, area=config.min_area_um2 / mpp**2)
+    mask = ~drop_small(~mask, area=config.max_hole_um2 / mpp**2) & usable
+    pen_part, dark_part = float(pen.mean()), float(dark.mean())
+    if mask.any():
+        reason = f"{mask.mean():.1%} of the slide is tissue (saturation above {threshold:.3f})"
+    elif pen_part + dark_part > 0.2:
+        reason = f"no tissue: {pen_part:.0%} of the slide is ink and {dark_part:.0%} is black"
+    else:
+        reason = f"no tissue: nothing is more saturated than {threshold:.3f}"
+    return TissueMap(
+        mask=mask,
+        downsample=downsample,
+        threshold=threshold,
+        pen_fraction=pen_part,
+        dark_fraction=dark_part,
+        reason=reason,
+    )
+
+
+def choose_threshold(values: NDArray[np.float32], *, config: TissueConfig) -> float:
+    """Otsu's threshold of saturations, within the configured bounds."""
+    if values.size == 0 or float(values.min()) == float(values.max()):
+        return config.saturation_floor
+    otsu = float(threshold_otsu(values))
+    return min(max(otsu, config.saturation_floor), config.saturation_ceiling)
+
+
+def drop_small(mask: Mask, *, area: float) -> Mask:
+    """``mask`` without its connected parts of fewer than ``area`` pixels."""
+    labels, count = ndimage.label(mask)
+    if count == 0:
+        return mask
+    sizes = np.bincount(labels.ravel())
+    keep = sizes >= area
+    keep[0] = False
+    return keep[labels]
+
+
+def measure_tile(rgb: Pixels, *, threshold: float, config: TissueConfig) -> TileTissue:
+    """Tissue, ink and sharpness of one tile [H, W, 3], by the threshold of its slide."""
+    high = rgb.max(axis=-1)
+    low = rgb.min(axis=-1)
+    # (high - low) / high > t without a division.
+    coloured = (high - low) > threshold * np.maximum(high, 1)
+    mask = coloured & (high >= config.dark)
+    pen = 0.0
+    if config.pen:
+        ink = pen_mask(rgb)
+        pen = float(ink.mean())
+        if pen > 0:
+            mask &= ~ink
+    return TileTissue(tissue=float(mask.mean()), pen=pen, sharpness=sharpness(rgb))
+
+
+def sharpness(rgb: Pixels) -> float:
+    """Variance of the four-neighbour Laplacian of the grey values (green channel weighs most)."""
+    grey = (rgb[..., 0].astype(np.int32) * 77 + rgb[..., 1] * 151 + rgb[..., 2] * 28) >> 8
+    if min(grey.shape) < 3:
+        return 0.0
+    inner = grey[1:-1, 1:-1]
+    laplacian = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:] - 4 * inner
+    return float(laplacian.var())
+
+
+def mask_fraction(tissue: TissueMap, *, x: float, y: float, side: float) -> float:
+    """Fraction of tissue under the square at (``x``, ``y``), relative to the bounds, level-0 px.
+
+    Every mask pixel that the square touches counts, so that a tile with a sliver of tissue is not
+    missed by the coarse mask.
+    """
+    down = tissue.downsample
+    top, left = max(math.floor(y / down), 0), max(math.floor(x / down), 0)
+    bottom, right = math.ceil((y + side) / down), math.ceil((x + side) / down)
+    part = tissue.mask[top:bottom, left:right]
+    return float(part.mean()) if part.size else 0.0
