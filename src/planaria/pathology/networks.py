@@ -153,9 +153,10 @@ class BoostedEfficientNet(nn.Module):
             self.backbone._conv_head = nn.Identity()
             self.backbone._bn1 = nn.Identity()
             self.backbone._fc = nn.Linear(sum(channels), config.classes)
-            nn.init.normal_(self.backbone._fc.weight, std=0.01)
-            nn.init.zeros_(self.backbone._fc.bias)
             dropout = 0.3
+        # MONAI draws this layer from +-1/sqrt(classes): with one class the first logits are +-10.
+        nn.init.normal_(self.backbone._fc.weight, std=0.01)
+        nn.init.zeros_(self.backbone._fc.bias)
         rate = dropout if config.dropout is None else config.dropout
         self.backbone._dropout = nn.Dropout(rate)
 
