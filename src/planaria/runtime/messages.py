@@ -166,6 +166,16 @@ class Failed(Message, frozen=True):
     exit_code: int = 1
 
 
+class Left(Message, frozen=True):
+    """The script has ended by itself; the stream that closes after this is no loss.
+
+    Only for a worker that never joined, or whose run is over: an owner that leaves before has ended
+    too early, which ends the run.
+    """
+
+    exit_code: int = 0
+
+
 class Scalar(Message, frozen=True):
     """Named numbers of a committed step, for journal, progress line and summary."""
 
@@ -187,6 +197,7 @@ FromWorker = (
     | Durable
     | Finished
     | Failed
+    | Left
     | Scalar
 )
 
