@@ -216,6 +216,12 @@ class Exited(Body, frozen=True, tag=True):
 FromLauncher = LauncherHello | Spawned | Exited
 
 
+class Attached(Body, frozen=True, tag=True):
+    """Answer to :class:`LauncherHello`."""
+
+    run: str
+
+
 class Kill(Body, frozen=True, tag=True):
     """SIGKILL ``worker``: it is fenced and must not act any more."""
 
@@ -251,7 +257,7 @@ class EndRun(Body, frozen=True, tag=True):
     reason: str
 
 
-ToLauncher = Kill | WantSpare | RestartAll | Line | EndRun
+ToLauncher = Attached | Kill | WantSpare | RestartAll | Line | EndRun
 
 
 class ShardStatus(Body, frozen=True):

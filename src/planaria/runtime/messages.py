@@ -4,9 +4,9 @@ One ``msgspec.Struct`` per message, encoded as MessagePack with a ``type`` tag, 
 validates. Everything here is immutable plain data without torch: the coordinator and the pure
 functions (:mod:`.membership`, :mod:`.planning`) import nothing else of the runtime.
 
-Units: seconds and bytes. A *shard* is an integer, the linear position on the mesh, which is also the
-rank of its owner in the default group. A *worker* is a string that no other process of the run ever
-has again. A *generation* g is the state after g committed training steps; generation 0 is what
+Units: seconds and bytes. A *shard* is an integer, the linear position on the mesh, which is also
+the rank of its owner in the default group. A *worker* is a string that no other process of the run
+ever has again. A *generation* g is the state after g committed training steps; generation 0 is what
 ``build`` made.
 """
 
@@ -26,7 +26,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults
 
 
 class Hello(Message, frozen=True):
-    """First message of a stream. A wrong token, version or config digest is refused with one line."""
+    """First message of a stream. Wrong token, version or config digest: refused with one line."""
 
     token: str
     run: str
@@ -40,6 +40,8 @@ class Hello(Message, frozen=True):
     """Digest of the script, its arguments and its resolved configuration."""
     data_address: str
     """``host:port`` of this worker's data server (see :mod:`.replicas`)."""
+    rank: int | None = None
+    """Shard that the launcher promised it (RANK of its environment); None for a spare."""
 
 
 class Ready(Message, frozen=True):
@@ -47,7 +49,7 @@ class Ready(Message, frozen=True):
 
 
 class Joinless(Message, frozen=True):
-    """The script called ``init_process_group`` without joining: it can be restarted, not swapped."""
+    """The script called ``init_process_group`` without joining: restarted if lost, not swapped."""
 
 
 class ReplicaSet(Message, frozen=True):
@@ -283,6 +285,20 @@ class Plan(Message, frozen=True):
     reason: str
     rollback: bool = False
     """True where ``generation`` must be read from the durable checkpoint on disk."""
+    keepers: tuple[Owner, ...] = ()
+    """Holders that own no shard: in a world of one, the spare that keeps the copy."""
+
+
+class Hold(Message, frozen=True):
+    """A spare that kept the copy (world of one) has changed: keep to these holders from now on.
+
+    The epoch, the attempt under way and everything else of the plan stay as they are. ``holders``
+    empty: there is none; a capture is committed by its owner alone.
+    """
+
+    epoch: int
+    holders: dict[Shard, Worker]
+    keepers: tuple[Owner, ...] = ()
 
 
 class Released(Message, frozen=True):
@@ -323,5 +339,15 @@ class SaveDurable(Message, frozen=True):
 
 
 FromCoordinator = (
-    Welcome | Assign | Break | Plan | Released | AllCommitted | Ping | Fence | Stop | SaveDurable
+    Welcome
+    | Assign
+    | Break
+    | Plan
+    | Hold
+    | Released
+    | AllCommitted
+    | Ping
+    | Fence
+    | Stop
+    | SaveDurable
 )
