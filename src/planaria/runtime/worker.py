@@ -28,13 +28,11 @@ from typing import TYPE_CHECKING, Any
 from planaria.errors import FencedError, PlanariaError, UserError
 from planaria.runtime.control import Invitation
 from planaria.runtime.inject import Fault
+from planaria.runtime.screen import TRACEBACK_MARK
 
 if TYPE_CHECKING:
     from planaria.runtime.member import Member
     from planaria.runtime.replicas import DataServer
-
-TRACEBACK_MARK = "\x1e"
-"""Written before a traceback: what follows belongs to the log and not to the screen."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -183,7 +181,7 @@ def _serve(task: Task) -> int:
         data = DataServer(token=invitation.token, run=invitation.run, host=_own_address(host))
         member = Member(invitation, data_address=data.address)
     except PlanariaError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return error.exit_code
     _Seat.context = WorkerContext(task=task, member=member, data=data)
     reason, code = _attempt(task)
@@ -210,7 +208,7 @@ def _attempt(task: Task) -> tuple[str, int]:
     except SystemExit as error:
         return _of_exit(error)
     except FencedError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return "", error.exit_code
     except PlanariaError as error:
         _log_traceback()
@@ -226,7 +224,7 @@ def _of_exit(error: SystemExit) -> tuple[str, int]:
         return "", 0
     if isinstance(error.code, int):
         return f"the script ended with exit code {error.code}", 1
-    print(error.code, file=sys.stderr)
+    sys.stderr.write(f"{error.code}\n")
     return str(error.code).splitlines()[0], 1
 
 
@@ -242,7 +240,7 @@ def _run(task: Task) -> None:
 
 
 def _log_traceback() -> None:
-    print(TRACEBACK_MARK, end="", file=sys.stderr)
+    sys.stderr.write(TRACEBACK_MARK)
     traceback.print_exc()
 
 
