@@ -25,7 +25,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planaria.errors import FencedError, PlanariaError, UserError
+from planaria.errors import FencedError, JoinError, PlanariaError, UserError
 from planaria.runtime.control import Invitation
 from planaria.runtime.inject import Fault
 from planaria.runtime.screen import TRACEBACK_MARK
@@ -33,6 +33,9 @@ from planaria.runtime.screen import TRACEBACK_MARK
 if TYPE_CHECKING:
     from planaria.runtime.member import Member
     from planaria.runtime.replicas import DataServer
+
+REFUSED = 3
+"""Exit code of a worker whose coordinator refused it; the reason is the last line of its log."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -177,12 +180,12 @@ def _serve(task: Task) -> int:
 
     invitation = task.invitation
     host = invitation.address.rpartition(":")[0]
+    data = DataServer(token=invitation.token, run=invitation.run, host=_own_address(host))
     try:
-        data = DataServer(token=invitation.token, run=invitation.run, host=_own_address(host))
         member = Member(invitation, data_address=data.address)
-    except PlanariaError as error:
+    except JoinError as error:
         sys.stderr.write(f"{error}\n")
-        return error.exit_code
+        return REFUSED
     _Seat.context = WorkerContext(task=task, member=member, data=data)
     reason, code = _attempt(task)
     if reason:
