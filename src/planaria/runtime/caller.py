@@ -42,6 +42,10 @@ REFUSALS = frozenset(
 """What does not get better by trying again."""
 
 
+class CoordinatorAway(CommError):
+    """Nobody answers at the coordinator's address; it may be started again."""
+
+
 class Caller:
     """Calls of one coordinator at ``address`` (``host:port``) with the run's ``token``."""
 
@@ -89,7 +93,7 @@ class Caller:
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
             return UserError(details)
         if code is grpc.StatusCode.UNAVAILABLE:
-            return CommError(
+            return CoordinatorAway(
                 f"no coordinator answers at {self.address} ({details}); is the run still alive?"
             )
         return CommError(f"{method} at {self.address} failed: {code.name}: {details}")

@@ -73,6 +73,8 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of script, arguments and resolved configuration; equal on all workers of a run."""
     version: str
     """``planaria/torch/python`` versions; equal on all workers of a run."""
+    rank: int | None = None
+    """RANK that the launcher has promised to the script; None for a spare."""
     log: str = ""
     """File that the worker's output goes to; empty: the terminal."""
     out: str = ""

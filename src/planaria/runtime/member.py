@@ -20,7 +20,7 @@ import msgspec
 
 from planaria.errors import CommError, JoinError, RunError
 from planaria.runtime import control, messages
-from planaria.runtime.caller import GRACE, Caller, Duplex
+from planaria.runtime.caller import GRACE, Caller, CoordinatorAway, Duplex
 
 M = TypeVar("M", bound=messages.Message)
 
@@ -97,19 +97,18 @@ class Keys:
             try:
                 wait = max(timeout, self._patience()) + GRACE
                 return self._caller.call(method, body, reply, timeout=wait)
-            except CommError as error:
-                away = str(error).startswith("no coordinator answers")
-                if not away or time.monotonic() > until:
+            except CoordinatorAway:
+                if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
 
 
 class Member:
-    """One worker's membership in the run that ``invitation`` names.
+    """One worker's membership in the run that ``invitation`` names; connects at once.
 
-    ``data_address`` is the ``host:port`` of its data server. ``whereabouts()`` is asked on the
-    reading thread for each ping and must return at once. Register handlers with :meth:`on`, then
-    :meth:`connect`.
+    ``data_address`` is the ``host:port`` of its data server. Raises ``JoinError`` with the
+    coordinator's one line where it refuses this worker, or where nobody answers for
+    ``attach_timeout`` seconds. Messages that come before their handler is there (:meth:`on`) wait.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class Member:
         invitation: control.Invitation,
         *,
         data_address: str = "",
-        whereabouts: Callable[[], Whereabouts] = Whereabouts,
         attach_timeout: float = 30.0,
     ) -> None:
         self.invitation = invitation
@@ -125,6 +123,8 @@ class Member:
         """Set when no more messages will come: the run is over, or the coordinator is gone."""
         self.gone: str | None = None
         """Why the coordinator is gone; None while it is there or after a proper end."""
+        self.whereabouts: Callable[[], Whereabouts] = Whereabouts
+        """Asked on the reading thread for each ping; must return at once. Set it once known."""
         self._hello = messages.Hello(
             token=invitation.token,
             run=invitation.run,
@@ -134,8 +134,8 @@ class Member:
             version=invitation.version,
             config=invitation.config,
             data_address=data_address,
+            rank=invitation.rank,
         )
-        self._whereabouts = whereabouts
         self._attach_timeout = attach_timeout
         self._welcome: messages.Welcome | None = None
         self._answered = threading.Event()
@@ -143,12 +143,23 @@ class Member:
         self._handlers: dict[type[messages.Message], Callable[[Any], None]] = {}
         self._early: dict[type[messages.Message], deque[messages.Message]] = {}
         self._gone_callback: Callable[[str], None] | None = None
+        self._told_gone = False
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[messages.Message | None] = SimpleQueue()
         self._control = threading.Thread(target=self._handle, name="planaria-control", daemon=True)
-        self._caller: Caller | None = None
-        self._stream: Duplex | None = None
-        self._kv: Keys | None = None
+        self._caller = Caller(invitation.address, token=invitation.token, tls=invitation.tls)
+        self.kv = Keys(self._caller, self._patience)
+        """The keys of an epoch."""
+        self._stream = Duplex(
+            self._caller,
+            control.ATTACH,
+            incoming=messages.FromCoordinator,
+            greeting=self._greeting,
+            receive=self._receive,
+            ended=self._lose,
+            patience=self._patience,
+        )
+        self._connect()
 
     @property
     def worker(self) -> messages.Worker:
@@ -158,19 +169,13 @@ class Member:
     @property
     def welcome(self) -> messages.Welcome:
         """What the coordinator said on attaching: size of the world and limits."""
-        assert self._welcome is not None, "connect() comes first"
+        assert self._welcome is not None
         return self._welcome
 
     @property
     def limits(self) -> messages.Limits:
         """Every time-out of the run, in seconds."""
         return self.welcome.limits
-
-    @property
-    def kv(self) -> Keys:
-        """The keys of an epoch."""
-        assert self._kv is not None, "connect() comes first"
-        return self._kv
 
     def on(self, kind: type[M], callback: Callable[[M], None]) -> None:
         """Call ``callback(message)`` on the control thread for each message of ``kind``.
@@ -184,58 +189,29 @@ class Member:
                 self._inbox.put(message)
 
     def on_gone(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` on the control thread when the coordinator is gone for good."""
-        self._gone_callback = callback
+        """Call ``callback(reason)`` when the coordinator is gone for good.
 
-    def connect(self) -> messages.Welcome:
-        """Say ``Hello`` and wait for the ``Welcome``.
-
-        Raises ``JoinError`` with the coordinator's one line where it refuses this worker, or where
-        nobody answers for ``attach_timeout`` seconds.
+        On the control thread; where it is gone already, now.
         """
-        self._caller = Caller(
-            self.invitation.address, token=self.invitation.token, tls=self.invitation.tls
-        )
-        self._kv = Keys(self._caller, self._patience)
-        self._stream = Duplex(
-            self._caller,
-            control.ATTACH,
-            incoming=messages.FromCoordinator,
-            greeting=self._greeting,
-            receive=self._receive,
-            ended=self._lose,
-            patience=self._patience,
-        )
-        self._control.start()
-        self._stream.start()
-        if not self._answered.wait(self._attach_timeout + GRACE):
-            self.close()
-            raise JoinError(
-                f"worker {self.worker} heard nothing from {self.invitation.address} for "
-                f"{self._attach_timeout:g} s; check that the run is alive"
-            )
-        if self._welcome is None:
-            reason = self.gone or "closed before it was welcome"
-            self.close()
-            raise JoinError(reason)
-        return self._welcome
+        with self._lock:
+            self._gone_callback = callback
+            late = self._told_gone
+        if late and self.gone is not None:
+            callback(self.gone)
 
     def send(self, message: messages.Message) -> None:
         """Queue ``message`` for the coordinator; returns at once."""
-        stream = self._stream
-        assert stream is not None, "connect() comes first"
         sticky = isinstance(message, STICKY)
         if sticky:
             with self._lock:
                 self._sticky[type(message)] = message
-        stream.send(message, keep=not sticky and not isinstance(message, messages.Pong))
+        self._stream.send(message, keep=not sticky and not isinstance(message, messages.Pong))
 
     def injected(self, fault: messages.Injected) -> None:
         """Have ``fault`` written to the journal, so that it may fire.
 
         Raises ``RunError`` where that is not acknowledged: what nobody counts must not fire.
         """
-        assert self._caller is not None, "connect() comes first"
         body = control.Inject(worker=self.worker, fault=fault)
         try:
             self._caller.call(control.INJECT, body, control.Done, timeout=self.limits.timeout)
@@ -244,16 +220,39 @@ class Member:
                 f"fault {fault.fault} was not acknowledged and does not fire: {error}"
             ) from None
 
+    def failed(self, reason: str, *, exit_code: int = 1) -> None:
+        """The user's code raised, or a check failed: the run must end with this one line."""
+        self.send(messages.Failed(reason=reason, exit_code=exit_code))
+
     def close(self) -> None:
-        """End the stream after what is queued has left; nothing is called afterwards."""
+        """The script has ended: say so, let what is queued leave, end the stream.
+
+        Without :meth:`failed` before it, this means that the script ended well.
+        """
+        if messages.Failed not in self._sticky:
+            self._stream.send(messages.Left(), keep=False)
+        self._end()
+
+    def _end(self) -> None:
         self.closed.set()
-        if self._stream is not None:
-            self._stream.close()
+        self._stream.close()
         self._inbox.put(None)
-        if self._caller is not None:
-            self._caller.close()
+        self._caller.close()
         if self._control.is_alive() and self._control is not threading.current_thread():
             self._control.join(1.0)
+
+    def _connect(self) -> None:
+        self._control.start()
+        self._stream.start()
+        if not self._answered.wait(self._attach_timeout + GRACE):
+            self._end()
+            raise JoinError(
+                f"worker {self.worker} heard nothing from {self.invitation.address} for "
+                f"{self._attach_timeout:g} s; check that the run is alive"
+            )
+        if self._welcome is None:
+            self._end()
+            raise JoinError(self.gone or "the coordinator closed the stream without a welcome")
 
     def _patience(self) -> float:
         return self._attach_timeout if self._welcome is None else self._welcome.limits.timeout
@@ -271,13 +270,11 @@ class Member:
             self._welcome = message
             self._answered.set()
         elif isinstance(message, (messages.Stop, messages.Fence)):
-            assert self._stream is not None
             self._stream.finish()
         self._inbox.put(message)
 
     def _pong(self, ping: messages.Ping) -> None:
-        assert self._stream is not None
-        at = self._whereabouts()
+        at = self.whereabouts()
         pong = messages.Pong(seq=ping.seq, step=at.step, collective=at.collective, inside=at.inside)
         self._stream.send(pong, keep=False)
 
@@ -301,8 +298,11 @@ class Member:
                     f"worker {self.worker} could not handle {type(message).__name__}: "
                     f"{type(error).__name__}: {error}"
                 )
-                self.send(messages.Failed(reason=self.gone))
+                self.failed(self.gone)
                 break
         self.closed.set()
-        if self.gone is not None and self._gone_callback is not None:
-            self._gone_callback(self.gone)
+        with self._lock:
+            self._told_gone = True
+            callback = self._gone_callback
+        if self.gone is not None and callback is not None:
+            callback(self.gone)
