@@ -42,7 +42,7 @@ REFUSALS = frozenset(
 """What does not get better by trying again."""
 
 
-class CoordinatorAway(CommError):
+class AwayError(CommError):
     """Nobody answers at the coordinator's address; it may be started again."""
 
 
@@ -93,7 +93,7 @@ class Caller:
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
             return UserError(details)
         if code is grpc.StatusCode.UNAVAILABLE:
-            return CoordinatorAway(
+            return AwayError(
                 f"no coordinator answers at {self.address} ({details}); is the run still alive?"
             )
         return CommError(f"{method} at {self.address} failed: {code.name}: {details}")

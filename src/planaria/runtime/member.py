@@ -20,7 +20,7 @@ import msgspec
 
 from planaria.errors import CommError, JoinError, RunError
 from planaria.runtime import control, messages
-from planaria.runtime.caller import GRACE, Caller, CoordinatorAway, Duplex
+from planaria.runtime.caller import GRACE, Caller, AwayError, Duplex
 
 M = TypeVar("M", bound=messages.Message)
 
@@ -97,7 +97,7 @@ class Keys:
             try:
                 wait = max(timeout, self._patience()) + GRACE
                 return self._caller.call(method, body, reply, timeout=wait)
-            except CoordinatorAway:
+            except AwayError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
