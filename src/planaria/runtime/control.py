@@ -193,6 +193,8 @@ class LauncherHello(Body, frozen=True, tag=True):
     run: str
     node: str
     pid: int
+    spawns: bool = True
+    """Whether it starts fresh workers when asked; ``planaria join`` does not."""
 
 
 class Spawned(Body, frozen=True, tag=True):

@@ -128,6 +128,21 @@ class Released(Entry, frozen=True):
     epoch: int
 
 
+class Protected(Entry, frozen=True):
+    """Every shard of the epoch has its state at ``generation`` twice."""
+
+    epoch: int
+    generation: int | None
+
+
+class Broke(Entry, frozen=True):
+    """A communicator failed under a worker."""
+
+    worker: Worker
+    epoch: int
+    reason: str
+
+
 class AllCommitted(Entry, frozen=True):
     """A generation is held twice for every shard."""
 
@@ -198,6 +213,8 @@ AnyEntry = (
     | Planned
     | WorkerRestored
     | Released
+    | Protected
+    | Broke
     | AllCommitted
     | Scalars
     | DurableSaved
@@ -458,7 +475,7 @@ def _swap(before: list[AnyEntry], lines: list[AnyEntry]) -> Swap | None:
     base = plan.generation if plan is not None and plan.generation is not None else -1
     commits = [] if released is None else [c for c in _all(lines, AllCommitted) if c.epoch >= epoch]
     resumed = next((c.mono for c in commits if c.generation > base), None)
-    protected = next((c.mono for c in commits if c.generation >= base), None)
+    protected = next((p.mono for p in _all(lines, Protected) if p.epoch >= epoch), None)
     cause = [i for i in _all(before, Injected) if i.worker == detected[0].worker]
     signal = cause[-1].mono if cause else detected[0].mono
     phases = {"detect": detected[0].mono - signal}

@@ -18,7 +18,8 @@ class LauncherLink:
 
     ``receive(message)`` (Kill, WantSpare, RestartAll, Line or EndRun) runs on the reading thread
     and must not block for long. ``ended(reason)`` is called once on that thread: None after
-    ``EndRun`` or :meth:`close`, else why the coordinator is gone.
+    ``EndRun`` or :meth:`close`, else why the coordinator is gone. ``spawns``: whether it starts
+    fresh workers when asked to.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class LauncherLink:
         ended: Callable[[str | None], None] = lambda reason: None,
         tls: control.Tls | None = None,
         patience: float = 30.0,
+        spawns: bool = True,
     ) -> None:
         self.caller = Caller(address, token=token, tls=tls)
-        self._hello = control.LauncherHello(run=run, node=node, pid=os.getpid())
+        self._hello = control.LauncherHello(run=run, node=node, pid=os.getpid(), spawns=spawns)
         self._receive = receive
         self._ended = ended
         self._patience = patience

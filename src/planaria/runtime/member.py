@@ -20,7 +20,7 @@ import msgspec
 
 from planaria.errors import CommError, JoinError, RunError
 from planaria.runtime import control, messages
-from planaria.runtime.caller import GRACE, Caller, AwayError, Duplex
+from planaria.runtime.caller import GRACE, AwayError, Caller, Duplex
 
 M = TypeVar("M", bound=messages.Message)
 
@@ -68,12 +68,12 @@ class Keys:
         body = control.Put(epoch=epoch, key=key, value=value)
         self._call(control.PUT, body, control.Done)
 
-    def get(self, epoch: int, key: str, *, timeout: float) -> bytes:
+    def get(self, epoch: int, key: str, timeout: float) -> bytes:
         """The value of ``key``, as soon as somebody has put it."""
         body = control.Get(epoch=epoch, key=key, timeout=timeout)
         return self._call(control.GET, body, control.Values, timeout=timeout).values[0]
 
-    def get_many(self, epoch: int, keys: Iterable[str], *, timeout: float) -> list[bytes]:
+    def get_many(self, epoch: int, keys: Iterable[str], timeout: float) -> list[bytes]:
         """The values of ``keys`` in their order, as soon as all are there: one round trip."""
         body = control.GetMany(epoch=epoch, keys=tuple(keys), timeout=timeout)
         return list(self._call(control.GET_MANY, body, control.Values, timeout=timeout).values)
@@ -83,7 +83,7 @@ class Keys:
         body = control.Add(epoch=epoch, key=key, amount=amount)
         return self._call(control.ADD, body, control.Counter).value
 
-    def check(self, epoch: int, keys: Iterable[str]) -> bool:
+    def has(self, epoch: int, keys: Iterable[str]) -> bool:
         """Whether all ``keys`` are there now."""
         body = control.Check(epoch=epoch, keys=tuple(keys))
         return self._call(control.CHECK, body, control.Present).present

@@ -43,8 +43,8 @@ def published(out: Path) -> list[int]:
 def publish(out: Path, generation: int, *, run: str, world: int, keep: int) -> Path:
     """Make the partial folder of ``generation`` the newest checkpoint; keep the ``keep`` newest.
 
-    Raises ``CheckpointError`` where the folder is missing or the disk refuses; the partial folder is
-    removed then.
+    Raises ``CheckpointError`` where the folder is missing or the disk refuses; the partial folder
+    is removed then.
     """
     source, target = partial_path(out, generation), complete_path(out, generation)
     record = {"run": run, "generation": generation, "world": world, "at": time.time()}
