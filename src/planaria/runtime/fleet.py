@@ -91,10 +91,12 @@ class Fleet:
         self._context.set_forkserver_preload(list(preload))
         # One thread: the server takes one request at a time, and signal masks are per thread.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planaria-fork")
+        self._forking: BaseProcess | None = None
 
     async def start(self, task: worker.Task) -> Child:
         """Fork a worker for ``task``; the first one also waits for the server's imports."""
         process, pid = await self._loop.run_in_executor(self._pool, self._fork, task)
+        self._forking = None
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -139,6 +141,9 @@ class Fleet:
             os.close(child.pidfd)
         self.living.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._forking is not None:
+            # Forked while we were being cancelled, so nobody watches it yet.
+            self._forking.kill()
 
     def _fork(self, task: worker.Task) -> tuple[BaseProcess, int]:
         resource_tracker.ensure_running()
@@ -150,6 +155,7 @@ class Fleet:
         with _without_main(), _environment(OMP_NUM_THREADS=str(self._threads)):
             process.start()
         assert process.pid is not None
+        self._forking = process
         return process, process.pid
 
     def _end(self, child: Child) -> None:

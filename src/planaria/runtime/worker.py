@@ -25,7 +25,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planaria.errors import FencedError, JoinError, PlanariaError, UserError
+from planaria.errors import FencedError, JoinError, PlanariaError
 from planaria.runtime.control import Invitation
 from planaria.runtime.inject import Fault
 from planaria.runtime.screen import TRACEBACK_MARK
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 REFUSED = 3
 """Exit code of a worker whose coordinator refused it; the reason is the last line of its log."""
+
+SPARE_FAILED = 4
+"""Exit code of a spare whose script ended before it joined; the run goes on without it."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -155,6 +158,8 @@ def _redirect(log: str) -> None:
 
 def _prepare(task: Task) -> None:
     """Environment, arguments and warm memory."""
+    for name in ("RANK", "LOCAL_RANK"):  # a launcher may itself run under another one
+        os.environ.pop(name, None)
     os.environ.update(task.environment)
     sys.argv = [task.script or (task.function or ("-",))[0], *task.arguments]
     _touch(task.threads)
@@ -188,6 +193,10 @@ def _serve(task: Task) -> int:
         return REFUSED
     _Seat.context = WorkerContext(task=task, member=member, data=data)
     reason, code = _attempt(task)
+    if reason and task.rank is None and "RANK" not in os.environ:
+        # Never promoted, so the run is whole without it: a closed stream says enough.
+        sys.stderr.write(f"{reason}\n")
+        return SPARE_FAILED
     if reason:
         member.failed(reason, exit_code=code)
     member.close()
@@ -273,18 +282,3 @@ def _is_own(filename: str, foreign: set[str], script: str | None) -> bool:
     if script is not None and path == Path(script).resolve():
         return True
     return not any(path.is_relative_to(folder) for folder in foreign)
-
-
-def check_target(script: str | None, function: tuple[str, str] | None) -> None:
-    """Raise :class:`UserError` with one line where there is nothing to run."""
-    if (script is None) == (function is None):
-        raise UserError("give either a script or a function to run")
-    if script is None:
-        return
-    path = Path(script)
-    if not path.exists():
-        raise UserError(f"script {script} does not exist; give the path of a Python file")
-    if path.is_dir():
-        raise UserError(f"script {script} is a folder; give the path of a Python file")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"script {script} cannot be read; check its permissions")
