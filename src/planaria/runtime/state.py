@@ -108,18 +108,21 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     restored: Map[Shard, int] = Map()
     """Owners that have carried out the plan of this epoch, with the generation they stand at."""
     committed: int | None = None
-    """Newest generation committed for every shard; never decreases, except that a plan which starts
-    from disk or builds afresh sets it to None."""
+    """Newest generation committed for every shard; never decreases, except by a plan that starts
+    below it (from disk, or because copies were lost): then it is that plan's, or None."""
+    announced: int | None = None
+    """Newest generation for which ``AllCommitted`` was sent to the present holders' owners."""
     protected: bool = False
     """Whether every shard of this epoch has its state at a generation twice."""
     ledger: Map[Shard, tuple[int, ...]] = Map()
-    """Generations committed per shard in this epoch, newer than the last that all have."""
+    """Generations committed per shard in this epoch, newer than ``announced``."""
     tally: Map[int, int] = Map()
     """How many shards have committed each of those generations."""
     durable: int | None = None
     """Newest published durable checkpoint."""
     written: Map[int, Map[Shard, bool]] = Map()
-    """Durable checkpoints under way: the shards that have written their part in this epoch."""
+    """Durable checkpoints under way: the shards that have answered in this epoch, and whether they
+    have written their part."""
     finished: Map[Shard, Finished] = Map()
     step: int = 0
     """Newest step that any owner is known to have attempted."""
