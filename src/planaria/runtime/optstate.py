@@ -172,8 +172,8 @@ def restore_state(
     for ref in refs:
         parameter = _parameter(part, parameters, ref.owner)
         key = parameter if parameter is not None else ref.owner
-        existing = state.get(key, {}).get(ref.key)
-        value = existing if _fits(existing, ref) else _create(part, parameter, ref)
+        existing: Any = state.get(key, {}).get(ref.key)
+        value: torch.Tensor = existing if _fits(existing, ref) else _create(part, parameter, ref)
         wanted[ref.owner][ref.key] = value
         targets.append((ref.index, local(value)))
     for key in list(state):
