@@ -68,6 +68,13 @@ class _Common:
             object.__setattr__(self, "threads", _default_threads())
         _ = control.Tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
 
+    @property
+    def tls(self) -> control.Tls | None:
+        """Credentials of launcher and workers; None without TLS."""
+        if not self.ca:
+            return None
+        return control.Tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
+
     @cached_property
     def digest(self) -> str:
         """Of the script's text, its arguments and the configuration; equal on all machines."""
@@ -143,8 +150,6 @@ class JoinConfig(_Common):
     """``host:port`` of its coordinator."""
     token: str = field(repr=False)
     """Its secret."""
-    run: str
-    """Its id."""
     spares: int = 1
     out: Path = Path("runs/joined")
     """Folder of the logs."""

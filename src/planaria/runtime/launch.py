@@ -22,6 +22,7 @@ import msgspec
 
 from planaria.errors import PlanariaError
 from planaria.runtime import control, worker
+from planaria.runtime.caller import Caller
 from planaria.runtime.config import JoinConfig, LaunchConfig, versions, write_config
 from planaria.runtime.coordinator_process import CoordinatorProcess
 from planaria.runtime.fleet import PRELOAD, Child, Fleet
@@ -101,7 +102,8 @@ class _Launch:
             address = await self.coordinator.ready()
             self._spawn(self._keep_coordinator())
         else:
-            address, token, run = self.config.address, self.config.token, self.config.run
+            address, token = self.config.address, self.config.token
+            run = await asyncio.to_thread(_run_at, self.config)
             self.config.logs.mkdir(parents=True, exist_ok=True)
         self.invitation = control.Invitation(
             address=address,
@@ -351,6 +353,16 @@ class _Launch:
             self._finish(error.exit_code, str(error))
         else:
             self._finish(1, f"the launcher failed: {type(error).__name__}: {error}")
+
+
+def _run_at(config: JoinConfig) -> str:
+    """The id of the run that is to be joined."""
+    caller = Caller(config.address, token=config.token, tls=config.tls)
+    try:
+        body = control.Look()
+        return caller.call(control.STATUS, body, control.Status, timeout=config.timeout).run
+    finally:
+        caller.close()
 
 
 def _run_name() -> str:
