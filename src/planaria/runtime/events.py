@@ -122,6 +122,17 @@ class StopRequested(Event, frozen=True, kw_only=True):
     exit_code: int = 0
 
 
+class Regroup(Event, frozen=True, kw_only=True):
+    """The communicators of ``epoch`` are not to be relied on, though nobody is lost.
+
+    A communicator failed and no loss was found, or the coordinator was started again in the middle
+    of a recovery. Ignored where a newer epoch exists.
+    """
+
+    epoch: int
+    reason: str
+
+
 class SpareTimedOut(Event, frozen=True):
     """The timer that :class:`StartTimer` asked for in ``epoch`` has run out."""
 
@@ -228,6 +239,7 @@ AnyEvent = (
     | DurableBy
     | Published
     | StopRequested
+    | Regroup
     | SpareTimedOut
 )
 AnyAction = (

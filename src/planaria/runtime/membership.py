@@ -38,6 +38,7 @@ from planaria.runtime.events import (
     Publish,
     Published,
     Record,
+    Regroup,
     Reported,
     RestoredBy,
     Send,
@@ -47,7 +48,7 @@ from planaria.runtime.events import (
 from planaria.runtime.messages import Fence, Released, Shard, Worker
 from planaria.runtime.planning import name_shards
 from planaria.runtime.state import Member, MembershipConfig, State, Transition
-from planaria.runtime.succession import announce, decide, end, fill, form, lose, rehold
+from planaria.runtime.succession import announce, decide, end, fill, form, lose, regroup, rehold
 
 __all__ = ["MembershipConfig", "State", "Transition", "recipients", "refusal", "step"]
 
@@ -379,6 +380,12 @@ def _stop_requested(state: State, event: StopRequested) -> Transition:
     return end(state, event.reason, exit_code=event.exit_code)
 
 
+def _regroup(state: State, event: Regroup) -> Transition:
+    if event.epoch != state.epoch or state.phase not in ("building", "recovering", "training"):
+        return _unchanged(state, f"epoch {event.epoch} needs no regrouping any more")
+    return regroup(state, event.reason)
+
+
 def _spare_timed_out(state: State, event: SpareTimedOut) -> Transition:
     config = state.config
     if event.epoch != state.epoch:
@@ -416,6 +423,7 @@ _HANDLERS: Mapping[type[Any], Callable[[State, Any], Transition]] = MappingProxy
         DurableBy: _durable,
         Published: _published,
         StopRequested: _stop_requested,
+        Regroup: _regroup,
         SpareTimedOut: _spare_timed_out,
     }
 )

@@ -41,6 +41,9 @@ from planaria.runtime.state import Member, State, Swaps, Transition
 
 Actions = list[AnyAction]
 
+NOBODY: Shard = -1
+"""In place of a shard where communicators failed and nobody was lost."""
+
 
 def as_owner(member: Member) -> Owner:
     return Owner(worker=member.worker, address=member.address, node=member.node)
@@ -161,14 +164,9 @@ def _lose_before_forming(
     return Transition(state, tuple(actions), f"{member.worker} was lost while starting: {reason}")
 
 
-def _succeed(
-    state: State, member: Member, *, reason: str, fencing: Actions, wanted: Actions
-) -> Transition:
-    """The owner of a shard is lost: a new epoch, with a spare if there is one."""
-    shard, worker = member.shard, member.worker
-    assert shard is not None, "only an owner has a successor"
+def _renew(state: State) -> tuple[State, list[Discard]]:
+    """A new epoch that knows nothing of the last one's recovery and commits."""
     epoch = state.epoch + 1
-    losses = state.losses.get(shard, 0) + 1
     discards = [
         Discard(generation=generation, reason=f"epoch {epoch} began before it was complete")
         for generation in sorted(state.written)
@@ -176,11 +174,6 @@ def _succeed(
     state = replace(
         state,
         epoch=epoch,
-        owners=state.owners.delete(shard),
-        vacant=tuple(sorted({*state.vacant, shard})),
-        lost=tuple(sorted({*state.lost, shard})),
-        holders=Map({s: holder for s, holder in state.holders.items() if holder != worker}),
-        losses=state.losses.set(shard, losses),
         reports=Map(),
         plan=None,
         restored=Map(),
@@ -190,6 +183,45 @@ def _succeed(
         tally=Map(),
         written=Map(),
         finished=Map(),
+    )
+    return state, discards
+
+
+def regroup(state: State, reason: str) -> Transition:
+    """A new epoch of the same owners: they stand still, report, and build their groups anew.
+
+    Bounded as losses are: the same step may be interrupted in this way ``max_swaps_per_step`` times.
+    """
+    count = state.losses.get(NOBODY, 0) + 1
+    state, discards = _renew(state)
+    state = replace(state, phase="recovering", losses=state.losses.set(NOBODY, count))
+    if count > state.config.max_swaps_per_step:
+        return end(state, crash_loop(NOBODY, count, state.step), exit_code=1)
+    why = f"{reason}: epoch {state.epoch} begins with the same owners"
+    actions: Actions = [
+        Broadcast(message=Break(epoch=state.epoch, reason=reason, lost=state.lost)),
+        *discards,
+        Record(name="epoch", fields={"epoch": state.epoch, "reason": why}),
+    ]
+    return Transition(state, tuple(actions), why)
+
+
+def _succeed(
+    state: State, member: Member, *, reason: str, fencing: Actions, wanted: Actions
+) -> Transition:
+    """The owner of a shard is lost: a new epoch, with a spare if there is one."""
+    shard, worker = member.shard, member.worker
+    assert shard is not None, "only an owner has a successor"
+    losses = state.losses.get(shard, 0) + 1
+    state, discards = _renew(state)
+    epoch = state.epoch
+    state = replace(
+        state,
+        owners=state.owners.delete(shard),
+        vacant=tuple(sorted({*state.vacant, shard})),
+        lost=tuple(sorted({*state.lost, shard})),
+        holders=Map({s: holder for s, holder in state.holders.items() if holder != worker}),
+        losses=state.losses.set(shard, losses),
     )
     if losses > state.config.max_swaps_per_step:
         return end(state, crash_loop(shard, losses, state.step), exit_code=1, actions=fencing)
@@ -277,6 +309,11 @@ def _no_spare(state: State) -> str:
 
 
 def crash_loop(shard: Shard, count: int, step: int) -> str:
+    if shard == NOBODY:
+        return (
+            f"the communicators failed {count} times in step {step} though no worker was lost; "
+            "look at the workers' logs and at the network between their nodes"
+        )
     return (
         f"shard {shard} lost its owner {count} times in step {step}: the step itself or the data "
         f"of that shard ends its worker; look at the logs of the workers that owned shard {shard}"
@@ -312,14 +349,6 @@ def rehold(state: State, *, lost: bool = False) -> tuple[State, Actions]:
 
 def decide(state: State) -> Transition:
     """All owners have reported: make the plan of this epoch and send it to them."""
-    step = max(state.step, *(report.attempted for report in state.reports.values()))
-    swaps = state.swaps
-    for shard, losses in state.losses.items():
-        before = swaps.get(shard)
-        count = losses + (before.count if before is not None and before.step == step else 0)
-        swaps = swaps.set(shard, Swaps(step, count))
-        if count > state.config.max_swaps_per_step:
-            return end(state, crash_loop(shard, count, step), exit_code=1)
     owners = {shard: as_owner(state.members[worker]) for shard, worker in state.owners.items()}
     try:
         plan = planning.plan(
@@ -334,6 +363,16 @@ def decide(state: State) -> Transition:
         )
     except PlanariaError as error:
         return end(state, str(error), exit_code=error.exit_code)
+    # A worker that was lost before anybody began the next step has interrupted that one.
+    attempted = max(report.attempted for report in state.reports.values())
+    step = max(attempted, (plan.generation or 0) + 1)
+    swaps = state.swaps
+    for shard, losses in state.losses.items():
+        before = swaps.get(shard)
+        count = losses + (before.count if before is not None and before.step == step else 0)
+        swaps = swaps.set(shard, Swaps(step, count))
+        if count > state.config.max_swaps_per_step:
+            return end(state, crash_loop(shard, count, step), exit_code=1)
     committed = state.committed
     if plan.rollback or plan.generation is None:
         committed = None
