@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def write(
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def _without_bars() -> Generator[None]:
     """A worker's log is no terminal: transformers' bars would fill it."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
