@@ -79,8 +79,12 @@ class Report(Message, frozen=True):
     """Per DDP module that has re-cut its buckets: order of parameter indices."""
     groups: tuple[str, ...] = ()
     """Names of the process groups this worker is a member of, in order of creation."""
+    max_redo: int = 2
+    """Steps that this worker lets be done again: it begins step t only when generation
+    t - max_redo is committed for all."""
     attempted: int = 0
-    """Newest step this worker has begun to attempt (1-based; step s makes generation s)."""
+    """Newest step this worker has begun to attempt (1-based; step s makes generation s) since it
+    carried out a plan; the generation of that plan where it has begun none."""
 
 
 class Restored(Message, frozen=True):
@@ -336,6 +340,9 @@ class SaveDurable(Message, frozen=True):
 
     reason: str
     then_stop: bool = False
+    at: int = 0
+    """Generation to write: newest committed + max_redo, the newest step that anyone can be
+    attempting, so that nobody is past it; 0: the next one (a run without peers)."""
 
 
 FromCoordinator = (
