@@ -125,7 +125,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     have written their part."""
     finished: Map[Shard, Finished] = Map()
     step: int = 0
-    """Newest step that any owner is known to have attempted."""
+    """The step that the newest loss interrupted, as far as it is known; for messages."""
     losses: Map[Shard, int] = Map()
     """Losses of a shard's owner that no plan has yet put to a step."""
     swaps: Map[Shard, Swaps] = Map()
