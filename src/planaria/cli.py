@@ -26,7 +26,7 @@ from planaria.errors import PlanariaError, UserError
 if TYPE_CHECKING:
     from planaria.runtime.config import LaunchConfig
 
-_DASHES = re.compile(r"[─╭╮╰╯│]")
+_FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,15 +391,15 @@ def _train_llm() -> Any:
 
 
 def one_line(box: str) -> str:
-    """tyro's framed error as one line."""
+    """tyro's framed error, drawn with or without Unicode, as one line."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:]:
-        text = _DASHES.sub("", line).strip()
+        text = _FRAME.sub("", line)
         if text:
             sections[-1].append(text)
-        elif line.count("─") > 2:
+        elif sections[-1]:
             sections.append([])
-    message = " ".join(sections[0]) or " ".join(box.split()) or "the command line is wrong"
+    message = " ".join(sections[0]) or "the command line is wrong"
     hints: list[str] = []
     for section in sections[1:]:
         text = " ".join(section)
@@ -410,7 +410,9 @@ def one_line(box: str) -> str:
         elif text.startswith("Available subcommands"):
             hints.append(f"choose one of {text.partition(':')[2].strip()}")
         elif text.startswith("For full helptext"):
-            hints.append(text.replace("For full helptext, ", "").rstrip("."))
+            hints.append(
+                text.replace("For full helptext, ", "").replace("run: ", "run ").rstrip(".")
+            )
     return "; ".join([message.rstrip("."), *hints])
 
 

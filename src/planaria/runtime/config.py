@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -215,7 +216,8 @@ def write_config(config: LaunchConfig) -> None:
         partial.write_bytes(tomli_w.dumps(document).encode())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(
             f"out {config.out} cannot be written ({error.strerror}); give another folder with --out"
         ) from None
