@@ -82,6 +82,8 @@ class Slot:
         """The layout as it travels."""
         self.checksum = 0
         """xxh3-64 over ``encoded`` and the prefix, made by the owner and checked by all others."""
+        self.epoch = 0
+        """In which a peer sent it; of :class:`Held` only."""
         self.views: tuple[object, list[torch.Tensor]] | None = None
         """Typed views of ``memory`` for a list of leaves, kept by :class:`.snapshot.Capture`."""
 
@@ -287,6 +289,14 @@ class Held(_Pairs):
         with self._changed:
             found = {shard: self._generations(shard) for shard in self._pairs}
             return {shard: generations for shard, generations in found.items() if generations}
+
+    def drop(self, shard: int, generation: int) -> None:
+        """Forget one generation: its owner has made it anew in a later epoch."""
+        with self._changed:
+            for slot in self._pairs.get(shard, ()):
+                if slot.generation == generation and not slot.readers:
+                    self._drop(slot)
+            self._changed.notify_all()
 
     def keep(self, shards: Iterable[int]) -> None:
         """Free the memory of all other shards: only when their new holders have them."""
