@@ -291,6 +291,9 @@ class Plan(Message, frozen=True):
     """True where ``generation`` must be read from the durable checkpoint on disk."""
     keepers: tuple[Owner, ...] = ()
     """Holders that own no shard: in a world of one, the spare that keeps the copy."""
+    committed: int | None = None
+    """Newest generation committed for every shard, never above ``generation``. Buffers and slots
+    with any other generation than these two are void: nothing of them will be committed now."""
 
 
 class Hold(Message, frozen=True):

@@ -302,7 +302,7 @@ def plan(
     world of one only, where one of them keeps the copy. The target is the newest generation that
     exists for every shard: as the owner's live state if clean, as its own capture, or as the sent
     part at a holder together with a capture by a living member of each of its replica sets. A newer
-    one on disk goes before it.
+    one on disk goes before it where nothing was committed in memory or what was is gone.
 
     Raises :class:`NotRecoverable` where a shard is gone with all its copies, and
     :class:`PlanariaError` where DDP modules disagree about their buckets.
@@ -311,7 +311,11 @@ def plan(
     stock = _take_stock(reports)
     target = _target(stock)
     attempted = max(report.attempted for report in reports.values())
-    rollback = durable is not None and (target is None or durable > target)
+    # Memory goes before a slightly newer disk, which takes seconds to read; disk goes before memory
+    # at the start of a run that is resumed, and where memory has lost what was committed.
+    rollback = durable is not None and (
+        target is None or (durable > target and (committed is None or target < committed))
+    )
     transfers: tuple[Transfer, ...] = ()
     if rollback:
         target = durable
@@ -323,6 +327,10 @@ def plan(
         reason = "no generation was committed yet: all owners build afresh"
     else:
         raise _not_recoverable(stock)
+    if rollback or target is None:
+        committed = None
+    elif committed is not None:
+        committed = min(committed, target)
     redone = max(0, attempted - (target or 0))
     moved = {transfer.shard for transfer in transfers}
     if moved:
@@ -337,6 +345,7 @@ def plan(
     return Plan(
         epoch=epoch,
         generation=target,
+        committed=committed,
         owners=dict(sorted(owners.items())),
         holders=chosen,
         transfers=transfers,

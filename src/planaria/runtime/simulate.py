@@ -14,6 +14,7 @@ import argparse
 import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from planaria.runtime.events import (
     Lost,
     Publish,
     Published,
+    Regroup,
     Reported,
     RestoredBy,
     Send,
@@ -74,8 +76,9 @@ class SimulationResult:
     """Wall clock of everything: cluster, membership and referee."""
     step_seconds: float
     """Wall clock inside :func:`~.membership.step`."""
-    slowest_ordinary: float
-    """Seconds of the slowest event that changed neither owners nor plan."""
+    ordinary: float
+    """Seconds that 999 of 1,000 events stayed below, of those that changed neither owners nor plan.
+    (The slowest one shows what else the machine was doing.)"""
     slowest_change: float
     """Seconds of the slowest event that did."""
     runs: int
@@ -99,8 +102,8 @@ class SimulationResult:
             f"{self.seconds:.1f} s, {self.step_seconds:.1f} s of it in step(): no rule broken; "
             f"{self.runs} runs, {self.epochs} epochs, {self.swaps} swaps, {self.superseded} losses "
             f"during a recovery, {self.generations} generations, at most {self.most_redone} steps "
-            f"done again after one loss; slowest event {self.slowest_ordinary * 1e3:.2f} ms, "
-            f"slowest change of owners {self.slowest_change * 1e3:.2f} ms; ended: {ends or 'none'}"
+            f"done again after one loss; 99.9 % of the events below "
+            f"{self.ordinary * 1e3:.3f} ms, slowest change of owners {self.slowest_change * 1e3:.2f} ms; ended: {ends or 'none'}"
         )
 
 
@@ -117,6 +120,9 @@ class _Process:
     attempted: int = 0
     captured: list[int] = field(default_factory=list)
     """At most two generations, oldest first."""
+    unsent: list[int] = field(default_factory=list)
+    """Captures that the holder has yet to get, oldest first; none is passed over, because the other
+    shards' slots wait for it."""
     held: dict[Shard, list[int]] = field(default_factory=dict)
     """At most two generations for each shard it keeps the copy of."""
 
@@ -220,7 +226,10 @@ class Cluster:
 
     def _fault(self) -> AnyEvent:
         name = self.rng.choice(self.names)
-        if self.rng.random() < 0.3:
+        kind = self.rng.random()
+        if kind < 0.1:
+            return Regroup(epoch=self.state.epoch, reason="a communicator failed")
+        if kind < 0.4:
             return Hung(name, reason="pings unanswered")
         return Lost(name, reason="its stream closed")
 
@@ -293,14 +302,16 @@ class Cluster:
         assert plan is not None, "a plan was sent in this epoch"
         target = plan.generation or 0
         void = plan.generation is None or plan.rollback
-        process.captured = [g for g in process.captured if g <= target and not void]
+        kept_generations = () if void else (target, plan.committed)
+        process.captured = [g for g in process.captured if g in kept_generations]
         keeps = {shard for shard, worker in self.holders.items() if worker == process.name}
         process.held = {
-            shard: [g for g in kept if g <= target and not void]
+            shard: [g for g in kept if g in kept_generations]
             for shard, kept in process.held.items()
             if shard in keeps
         }
         process.live, process.clean, process.attempted = target, True, target
+        process.unsent.clear()
         self._later("capture", process)
         return RestoredBy(
             process.name, message=Restored(epoch=process.epoch, generation=target, phases={})
@@ -315,16 +326,17 @@ class Cluster:
                 self.blocked.append(("capture", process.name, process.epoch))
                 return None
             process.captured.append(generation)
+        process.unsent.append(generation)
         self._later("send", process)
         if generation < self.config.until:
             self._later("attempt", process)
         return None
 
     def send(self, process: _Process) -> AnyEvent | None:
-        """The newest capture goes to the holder, which may have to wait for a slot, too."""
+        """The oldest unsent capture goes to the holder, which may have to wait for a slot, too."""
         shard = process.shard
         assert shard is not None, "only an owner sends"
-        generation = process.captured[-1]
+        generation = process.unsent[0]
         holder = self.processes.get(self.holders.get(shard, ""))
         if holder is not None:
             kept = holder.held.setdefault(shard, [])
@@ -335,6 +347,7 @@ class Cluster:
                 kept.append(generation)
         elif shard in self.holders:
             return None
+        del process.unsent[0]
         return CommittedBy(
             process.name,
             message=Committed(epoch=process.epoch, shard=shard, generation=generation),
@@ -431,7 +444,7 @@ class Cluster:
             self.begun.clear()
         elif isinstance(message, Plan):
             self.holders = dict(message.holders)
-            self.announced = self.state.committed
+            self.announced = message.committed
         elif isinstance(message, AllCommitted):
             self.announced = message.generation
             self._unblock()
@@ -456,7 +469,8 @@ class Cluster:
             self._later("restore", process)
         elif isinstance(message, Hold):
             self.holders = dict(message.holders)
-            if process.shard is not None and process.captured:
+            if process.shard is not None and process.captured and not process.unsent:
+                process.unsent.append(process.captured[-1])
                 self._later("send", process)
         elif isinstance(message, AllCommitted) and message.generation == self.config.until:
             self._later("finished", process)
@@ -489,7 +503,8 @@ def run(
     config = config or ClusterConfig(shards=shards, replicas=2 if shards % 2 == 0 else 1)
     rng = random.Random(seed)
     begin = time.perf_counter()
-    inside = slowest_ordinary = slowest_change = 0.0
+    inside = slowest_change = 0.0
+    ordinary = array("d")
     ends: Counter[str] = Counter()
     runs = epochs = swaps = superseded = generations = most_redone = 0
     done = 0
@@ -511,7 +526,7 @@ def run(
             if after.epoch != before.epoch or after.plan is not before.plan:
                 slowest_change = max(slowest_change, took)
             else:
-                slowest_ordinary = max(slowest_ordinary, took)
+                ordinary.append(took)
             referee.check(before, event, transition)
             cluster.obey(after, transition.actions)
         if cluster.state.phase == "ended":
@@ -527,7 +542,7 @@ def run(
         seed=seed,
         seconds=time.perf_counter() - begin,
         step_seconds=inside,
-        slowest_ordinary=slowest_ordinary,
+        ordinary=sorted(ordinary)[len(ordinary) * 999 // 1000] if ordinary else 0.0,
         slowest_change=slowest_change,
         runs=runs,
         epochs=epochs,

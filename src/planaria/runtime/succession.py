@@ -373,11 +373,6 @@ def decide(state: State) -> Transition:
         swaps = swaps.set(shard, Swaps(step, count))
         if count > state.config.max_swaps_per_step:
             return end(state, crash_loop(shard, count, step), exit_code=1)
-    committed = state.committed
-    if plan.rollback or plan.generation is None:
-        committed = None
-    elif committed is not None:
-        committed = min(committed, plan.generation)
     ledger: Map[Shard, tuple[int, ...]] = Map()
     if plan.generation is not None and not plan.rollback:
         ledger = _still_held(state.reports, plan.holders, state.owners, plan.generation)
@@ -387,7 +382,7 @@ def decide(state: State) -> Transition:
         plan=plan,
         holders=Map(plan.holders),
         reports=Map(),
-        committed=committed,
+        committed=plan.committed,
         ledger=ledger,
         tally=Map({plan.generation: len(ledger)}) if plan.generation is not None else Map(),
         swaps=swaps,
