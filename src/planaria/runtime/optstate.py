@@ -7,12 +7,12 @@ pointers stay valid.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -51,9 +51,7 @@ class OptimizerPart:
     @property
     def stateful(self) -> Optimizer:
         """The optimizer that holds the state: ZeRO's is an inner one."""
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            return self.optimizer.optim
-        return self.optimizer
+        return cast(Any, self.optimizer).optim if is_zero(self.optimizer) else self.optimizer
 
     @property
     def faces(self) -> tuple[Optimizer, ...]:
@@ -66,7 +64,7 @@ class OptimizerPart:
     def shard_local(self) -> bool:
         """Whether its state differs from peer to peer although the parameters are equal."""
         declared = bool(getattr(self.optimizer, "shard_local_state", False))
-        return declared or isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return declared or is_zero(self.optimizer)
 
     def parameters(self) -> list[torch.Tensor]:
         """All parameters, group by group: their positions are what captures name them by."""
@@ -99,9 +97,16 @@ class OptimizerPart:
         return found
 
 
+def is_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, without importing that: its package warns of
+    a deprecation in torch itself, and whoever has an instance has imported it."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 def check(name: str, optimizer: Optimizer) -> OptimizerPart:
     """The part; raises :class:`~planaria.errors.UserError` for what cannot be protected."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
+    if is_zero(optimizer) and cast(Any, optimizer)._overlap_with_ddp:
         raise UserError(
             f"part {name!r} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps "
             "inside backward, where an attempt can still break: set overlap_with_ddp=False"
