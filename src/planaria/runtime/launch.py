@@ -69,6 +69,8 @@ class _Launch:
         self.interrupts = 0
         self.number = 0
         self.code: int | None = None
+        self.told = False
+        """Whether it was the coordinator that ended the run."""
         self.link: LauncherLink | None = None
         self.coordinator: CoordinatorProcess | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -144,11 +146,10 @@ class _Launch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.fleet.close()
-        if self.coordinator is not None:
-            # Before our own stream closes, so that the coordinator hears of every exit.
-            await asyncio.to_thread(self.coordinator.end)
         if self.link is not None:
             await asyncio.to_thread(self.link.close)
+        if self.coordinator is not None:
+            await asyncio.to_thread(self.coordinator.end, over=self.told)
         self.screen.close()
 
     async def _watch(self) -> None:
@@ -283,6 +284,7 @@ class _Launch:
             case control.Line():
                 self.screen.line(message.text, kind=message.kind)
             case control.EndRun():
+                self.told = True
                 interrupted = 128 + self.number if self.interrupts else message.exit_code
                 self._finish(interrupted, message.reason)
             case control.Attached():  # the link has dealt with it
