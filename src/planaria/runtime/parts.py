@@ -104,6 +104,11 @@ class Parts:
         self.optimizers: dict[str, OptimizerPart] = {}
         self.others: dict[str, Any] = {}
         """Everything that has ``state_dict`` and ``load_state_dict``; ``rng`` comes last."""
+        self.given = {
+            name: value.value if isinstance(value, Replicated) else value
+            for name, value in parts.items()
+        }
+        """The objects that ``build`` returned, by name."""
         self._declared: dict[str, Replicated] = {}
         for name, value in parts.items():
             self._add(name, value)
@@ -190,7 +195,7 @@ class Parts:
                 check_tensor(name, path, tensor)
                 loose.append(Leaf(name, path, tensor, role, False, shards))
             sections[name] = data
-        return Flat(fixed.leaves, tuple(loose), pickle.dumps((fixed.pickled, sections), protocol=5))
+        return Flat(fixed.leaves, tuple(loose), pickle.dumps((fixed.encoded, sections), protocol=5))
 
     def _sections(self) -> Iterable[tuple[str, Role, Any]]:
         for name, part in self.optimizers.items():
