@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,9 +24,8 @@ ParamKey = int | str
 """Position of the parameter over all groups, or the string key of state that no parameter has."""
 
 
-@dataclass(frozen=True)
-class StateRef:
-    """One tensor of an optimizer's state: where it belongs and how to make it. Picklable."""
+class StateRef(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an optimizer's state: where it belongs and how to make it."""
 
     owner: ParamKey
     key: str
@@ -39,6 +39,29 @@ class StateRef:
     device: str
     """Type of the device. Where it is the parameter's own type, the parameter's very device."""
     spec: DTensorSpec | None
+
+
+class StateTable(msgspec.Struct, frozen=True, array_like=True):
+    """The tensors of all optimizers, by part name. Equal tables have equal bytes."""
+
+    refs: dict[str, list[StateRef]]
+    orders: dict[str, dict[ParamKey, list[str]]]
+    """Keys of each parameter's state, in order, those that are no tensors included."""
+
+    def encode(self) -> bytes:
+        """As MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> StateTable:
+        """Raises :class:`~planaria.errors.RunError` where ``data`` is none."""
+        try:
+            return msgspec.msgpack.decode(data, type=StateTable)
+        except msgspec.MsgspecError as error:
+            raise RunError(
+                f"a capture's table of optimizer state cannot be read ({error}): "
+                "start all workers from one version of planaria"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -190,7 +213,8 @@ def restore_state(
     for owner, values in wanted.items():
         parameter = _parameter(part, parameters, owner)
         entry = state[owner if parameter is None else parameter]
-        ordered = {name: values[name] for name in order[owner]}
+        # Interned as the optimizer's own are, so that a later pickle shares them alike.
+        ordered = {sys.intern(name): values[name] for name in order[owner]}
         entry.clear()
         entry.update(ordered)
     return targets
