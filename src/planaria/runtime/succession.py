@@ -414,7 +414,12 @@ def announce(state: State, generation: int) -> Transition:
     """``generation`` is committed for every shard: older buffers and slots are free."""
     later = {g: count for g, count in state.tally.items() if g > generation}
     state = replace(
-        state, committed=generation, announced=generation, protected=True, tally=Map(later)
+        state,
+        committed=generation,
+        announced=generation,
+        # A world of one without a spare has its state once only.
+        protected=bool(state.holders),
+        tally=Map(later),
     )
     return Transition(
         state,
