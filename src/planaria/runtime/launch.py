@@ -27,7 +27,7 @@ from planaria.runtime.config import JoinConfig, LaunchConfig, versions, write_co
 from planaria.runtime.coordinator_process import CoordinatorProcess
 from planaria.runtime.fleet import PRELOAD, Child, Fleet
 from planaria.runtime.link import LauncherLink
-from planaria.runtime.screen import Screen
+from planaria.runtime.screen import TRACEBACK_MARK, Screen
 
 _POLL = 0.1
 """Seconds between looks at the logs; what a user takes for at once."""
@@ -66,6 +66,8 @@ class _Launch:
         self.started = 0
         self.restarts = 0
         self.failed_spares = 0
+        self.vacant: list[int] = []
+        """Ranks of initial workers that were lost."""
         self.interrupts = 0
         self.number = 0
         self.code: int | None = None
@@ -234,12 +236,20 @@ class _Launch:
         self.screen.forget(child.name)
         if self.code is not None:
             return
+        rank = child.task.rank
+        if rank is not None and child.code != 0:
+            self.vacant.append(rank)
         if child.code == worker.REFUSED:
-            self._finish(2, _last_line(Path(child.task.invitation.log)))
+            self._spawn(self._refused(child))
         elif child.code == worker.SPARE_FAILED:
             self._spare_failed(child)
         elif isinstance(self.config, JoinConfig) and not self.fleet.living:
             self._finish(0 if child.code == 0 else 1, f"{child.name} ended: {child.description}")
+
+    async def _refused(self, child: Child) -> None:
+        """The coordinator let a worker not in: the end of the run, unless that has come already."""
+        await asyncio.sleep(_HURRY)
+        self._finish(2, _last_line(Path(child.task.invitation.log)))
 
     def _spare_failed(self, child: Child) -> None:
         self.failed_spares += 1
@@ -249,6 +259,10 @@ class _Launch:
             self._finish(1, f"spare {child.name} could not start: {reason}")
 
     async def _spares(self, count: int) -> None:
+        forming = False
+        if self.vacant and self.link is not None:
+            status = await asyncio.to_thread(self.link.status)
+            forming = status.phase == "forming"
         for _ in range(count):
             if self.failed_spares >= _SPARE_FAILURES:
                 self.screen.line(
@@ -256,7 +270,8 @@ class _Launch:
                     kind="swap",
                 )
                 return
-            await self._start(None)
+            # Before the run is formed a lost worker is not a shard yet: its place is simply free.
+            await self._start(self.vacant.pop(0) if forming and self.vacant else None)
 
     async def _restart(self, reason: str) -> None:
         """The whole set anew, for a script that cannot be swapped."""
@@ -265,6 +280,7 @@ class _Launch:
             self.fleet.kill(name)
         await self.fleet.wait(seconds=self.config.timeout)
         self.restarts += 1
+        self.vacant.clear()
         await self._start_set()
 
     # ------------------------------------------------------------------ coordinator
@@ -383,4 +399,4 @@ def _last_line(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return lines[-1] if lines else f"{log} says nothing"
+    return lines[-1].rpartition(TRACEBACK_MARK)[2] if lines else f"{log} says nothing"
