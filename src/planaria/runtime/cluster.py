@@ -288,6 +288,8 @@ class Cluster:
         """The oldest unsent capture goes to the holder, which may have to wait for a slot, too."""
         shard = process.shard
         assert shard is not None, "only an owner sends"
+        if not process.unsent:
+            return None
         generation = process.unsent[0]
         holder = self.processes.get(self.holders.get(shard, ""))
         if holder is not None:
@@ -428,9 +430,9 @@ class Cluster:
                     del process.held[shard]
         elif isinstance(message, Hold):
             self.holders = dict(message.holders)
-            if process.shard is not None and process.captured and not process.unsent:
-                process.unsent.append(process.captured[-1])
-                self._later("send", process)
+            if process.shard is not None and process.captured:
+                process.unsent = process.unsent or process.captured[-1:]
+                self.tokens += [("send", process.name, process.epoch)] * len(process.unsent)
         elif isinstance(message, AllCommitted) and message.generation == self.config.until:
             self._later("finished", process)
 

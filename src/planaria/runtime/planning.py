@@ -138,11 +138,12 @@ def keeper(
 ) -> Owner | None:
     """The spare that holds the only shard of a world of one; None where there is no spare.
 
-    The previous one is kept unless one in another failure domain is to be had and it is not.
+    The previous one is kept, because a new one has no copy yet; else one in another failure domain
+    than the owner's goes before one in the same.
     """
     return min(
         spares,
-        key=lambda spare: (spare.node == owner.node, spare.worker != previous),
+        key=lambda spare: (spare.worker != previous, spare.node == owner.node),
         default=None,
     )
 
