@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import itertools
 import json
 import os
 import statistics
