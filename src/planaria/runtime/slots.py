@@ -201,7 +201,9 @@ class _Pairs:
                     slot.generation, slot.writing = generation, True
                     return slot, reason
                 left = deadline - time.monotonic()
-                if left <= 0:
+                # Waiting helps against one that is being written, and may be abandoned.
+                there = any(s.complete and s.generation == generation for s in pair)
+                if left <= 0 or there:
                     return None, reason
                 self._changed.wait(left)
                 if self._interrupts != seen:
