@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -46,6 +47,9 @@ class _Common:
     torchrun does."""
     preload: tuple[str, ...] = ()
     """Modules that are imported once, before workers are forked, besides torch and Planaria's."""
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    """Set for all workers before they import torch, where the launcher's own environment does not
+    set it otherwise."""
     timeout: float = 30.0
     """Seconds; the one time-out from which all others of the run derive."""
     quiet: bool = False
@@ -168,6 +172,27 @@ class JoinConfig(_Common):
     @property
     def logs(self) -> Path:
         return self.out / "logs"
+
+
+def for_recipe(
+    recipe: Any, *, module: str, preload: Sequence[str] = (), **fields: Any
+) -> LaunchConfig:
+    """The run of a recipe: ``module.main(recipe)`` in each worker.
+
+    ``recipe`` is the recipe's frozen configuration, with ``out``, ``max_redo`` and ``threads``;
+    ``fields`` are those of :class:`LaunchConfig`.
+    """
+    return LaunchConfig(
+        function=(module, "main"),
+        argument=recipe,
+        out=recipe.out,
+        max_redo=recipe.max_redo,
+        threads=recipe.threads,
+        preload=(module, *preload),
+        # Recipes know what torch's C++ side warns of, and chose it.
+        environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
+        **fields,
+    )
 
 
 def check_target(script: str | None, function: tuple[str, str] | None) -> None:

@@ -83,6 +83,7 @@ class _Launch:
         self.fleet = Fleet(
             preload=(*PRELOAD, *self.config.preload),
             threads=self.config.threads,
+            environment=self.config.environment,
             exited=self._exited,
         )
         try:
@@ -192,7 +193,11 @@ class _Launch:
         name = f"{self.config.prefix}{number}"
         log = self.config.logs / f"{name}.log"
         local = number % max(1, self.config.workers + self.config.spares)
-        values = {**(environment or self._environment()), "LOCAL_RANK": str(local)}
+        values = {
+            **self.config.environment,
+            **(environment or self._environment()),
+            "LOCAL_RANK": str(local),
+        }
         if rank is not None:
             values["RANK"] = str(rank)
         invitation = msgspec.structs.replace(
