@@ -137,6 +137,10 @@ class Parts:
             self._add_one(name, value, told=name)
 
     def _add_one(self, name: str, value: Any, *, told: str) -> None:
+        if name in {**self.modules, **self.optimizers, **self.others}:
+            raise UserError(
+                f"build() returned two parts named {name!r} (lists number their items): rename one"
+            )
         if told in self._declared:
             self._declared.setdefault(name, self._declared[told])
         if isinstance(value, nn.Module):
@@ -190,8 +194,9 @@ class Parts:
         for name, role, value in self._sections():
             data, tensors = skeleton.pack(value, first=first + len(loose), what=f"part {name!r}")
             shards = self._peers.get(name, (self.shard,))
-            for tensor in tensors:
-                path = f"#{len(loose)}"
+            for position, tensor in enumerate(tensors):
+                # Counted within the part, so that peers name it alike whatever else they have.
+                path = f"#{position}"
                 check_tensor(name, path, tensor)
                 loose.append(Leaf(name, path, tensor, role, False, shards))
             sections[name] = data

@@ -28,7 +28,7 @@ from planaria.errors import (
     UserError,
 )
 from planaria.runtime import wire
-from planaria.runtime.layout import Layout
+from planaria.runtime.layout import Head, Layout, Region
 from planaria.runtime.messages import Transfer
 from planaria.runtime.slots import Buffers, Held, Slot
 from planaria.runtime.snapshot import prefix_checksum
@@ -148,8 +148,9 @@ class DataServer:
             wire.send(sock, Frame(Kind.STALE, epoch=present, aux=str(error).encode()))
 
     def _put(self, sock: socket.socket, frame: Frame) -> None:
-        layout = Layout.decode(frame.aux)
-        told = (layout.shard, layout.generation, layout.prefix)
+        # The spare that fetches it checks the rest of the table.
+        head = Head.decode(frame.aux)
+        told = (head.shard, head.generation, head.prefix)
         if told != (frame.shard, frame.generation, frame.length):
             raise CommError(f"a peer's header and its table differ: {frame} against {told}")
         if self._has(frame):
@@ -172,7 +173,7 @@ class DataServer:
         except BaseException:
             self.held.abandon(slot)
             raise
-        if not self.held.complete(slot, layout=layout, encoded=frame.aux, checksum=frame.checksum):
+        if not self.held.complete(slot, layout=head, encoded=frame.aux, checksum=frame.checksum):
             raise EpochSuperseded(
                 f"generation {frame.generation} of shard {frame.shard} was dropped by a newer epoch"
             )
@@ -193,14 +194,14 @@ class DataServer:
     def _get(self, sock: socket.socket, frame: Frame) -> None:
         shards = _unpack_shards(frame.aux)
         with contextlib.ExitStack() as stack:
-            slot = None
             if not shards:
                 slot = stack.enter_context(self.held.reading(frame.shard, frame.generation))
-            if slot is None:
-                slot = stack.enter_context(self.buffers.reading(frame.generation))
-                if slot is not None and not shards and slot.layout is not None:
-                    slot = slot if slot.layout.shard == frame.shard else None
-            if slot is None or slot.layout is None:
+                if slot is not None and slot.head is not None:
+                    self._stream(sock, frame, slot, Region((), 0, slot.head.prefix))
+                    return
+            slot = stack.enter_context(self.buffers.reading(frame.generation))
+            layout = slot.layout if slot is not None else None
+            if slot is None or layout is None or not (shards or layout.shard == frame.shard):
                 reason = (
                     f"generation {frame.generation} of shard {frame.shard} is not here: held are "
                     f"{self.held.held()}, captured are {self.buffers.captured()}"
@@ -208,25 +209,26 @@ class DataServer:
                 wire.send(sock, _reply(Kind.REFUSED, frame, reason))
                 return
             try:
-                region = slot.layout.region(shards)
+                region = layout.region(shards)
             except RunError as error:
                 wire.send(sock, _reply(Kind.REFUSED, frame, str(error)))
                 return
-            state = slot.bytes(region.offset, region.offset + region.nbytes)
-            checksum = prefix_checksum(slot.encoded, state) if shards else slot.checksum
-            wire.send(
-                sock,
-                Frame(
-                    Kind.DATA,
-                    frame.epoch,
-                    frame.generation,
-                    slot.layout.shard,
-                    slot.encoded,
-                    region.nbytes,
-                    checksum,
-                ),
-            )
-            wire.send_state(sock, state)
+            self._stream(sock, frame, slot, region)
+
+    def _stream(self, sock: socket.socket, frame: Frame, slot: Slot, region: Region) -> None:
+        state = slot.bytes(region.offset, region.offset + region.nbytes)
+        checksum = prefix_checksum(slot.encoded, state) if region.shards else slot.checksum
+        reply = Frame(
+            Kind.DATA,
+            frame.epoch,
+            frame.generation,
+            frame.shard,
+            slot.encoded,
+            region.nbytes,
+            checksum,
+        )
+        wire.send(sock, reply)
+        wire.send_state(sock, state)
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,51 @@ def test_a_broken_attempt_leaves_no_trace_in_the_scaler() -> None:
     assert scaler.get_scale() == 8.0
 
 
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
+    "warm restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [3],
+    ),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_as_they_would_have(name: str) -> None:
+    def make() -> tuple[Any, Any, Parts]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        scheduler = SCHEDULERS[name](optimizer)
+        return optimizer, scheduler, Parts({"m": model, "o": optimizer, "s": scheduler})
+
+    def rates(optimizer: Any, scheduler: Any, count: int) -> list[Any]:
+        seen = []
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            group = optimizer.param_groups[0]
+            seen.append((group["lr"], group["momentum"]))
+        return seen
+
+    optimizer, scheduler, parts = make()
+    rates(optimizer, scheduler, 2)
+    layout, blob = taken(parts)
+    expected = rates(optimizer, scheduler, 4)
+    assert len(set(expected)) > 1
+    parts.restore(layout, blob, only="small")
+    assert rates(optimizer, scheduler, 4) == expected
+    other, other_scheduler, other_parts = make()
+    other_parts.restore(layout, blob)
+    assert rates(other, other_scheduler, 4) == expected
+
+
 def test_lambda_and_chained_schedulers() -> None:
     def make() -> tuple[Any, Any, Parts]:
         torch.manual_seed(0)
@@ -395,6 +440,10 @@ def test_digest_knows_names_dtypes_and_bytes_and_not_the_generators() -> None:
         ),
         ({"model": [nn.Linear(1, 1), 3]}, "an object of type int as part 'model': a part is a"),
         ({"rng": nn.Linear(1, 1)}, "build() returned a part named 'rng': names are non-empty"),
+        (
+            {"m.0": nn.Linear(1, 1), "m": [nn.Linear(1, 1)]},
+            "build() returned two parts named 'm.0' (lists number their items): rename one",
+        ),
         ({3: nn.Linear(1, 1)}, "build() returned a part named 3: names are non-empty strings"),
     ],
 )
