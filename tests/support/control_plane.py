@@ -67,6 +67,8 @@ class CoordinatorProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def errors(self) -> str:
         assert self.process.stderr is not None
@@ -183,9 +185,7 @@ def own(member: Member, *, out: IO[str]) -> None:
     def broken(message: messages.Break) -> None:
         tell(message)
         member.send(
-            messages.Report(
-                epoch=message.epoch, shard=shards[0], live=0, clean=True, captured=(0,)
-            )
+            messages.Report(epoch=message.epoch, shard=shards[0], live=0, clean=True, captured=(0,))
         )
 
     def planned(message: messages.Plan) -> None:
@@ -195,9 +195,7 @@ def own(member: Member, *, out: IO[str]) -> None:
                 epoch=message.epoch, generation=0, phases={"drain": 0.01, "rebuild": 0.02}
             )
         )
-        member.send(
-            messages.Committed(epoch=message.epoch, shard=shards[0], generation=0, bytes=7)
-        )
+        member.send(messages.Committed(epoch=message.epoch, shard=shards[0], generation=0, bytes=7))
 
     member.on(messages.Assign, assigned)
     member.on(messages.Break, broken)
