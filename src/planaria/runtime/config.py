@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import pickle
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class _Common:
 
     def __post_init__(self) -> None:
         check_target(self.script, self.function)
+        _check_argument(self.function, self.argument)
         if not 0 <= self.spares <= MAX_WORKERS:
             raise ConfigError(f"spares is {self.spares}: give 0 to {MAX_WORKERS}")
         if not 1.0 <= self.timeout <= 86_400.0:
@@ -208,6 +210,24 @@ def check_target(script: str | None, function: tuple[str, str] | None) -> None:
         raise UserError(f"script {script} is a folder; give the path of a Python file")
     if not os.access(path, os.R_OK):
         raise UserError(f"script {script} cannot be read; check its permissions")
+
+
+def _check_argument(function: tuple[str, str] | None, argument: Any) -> None:
+    """Workers get the argument as a pickle, and have no copy of the launcher's own main file."""
+    if function is None:
+        return
+    name = ".".join(function)
+    if type(argument).__module__ == "__main__":
+        raise UserError(
+            f"argument of {name} cannot be pickled: {type(argument).__name__} is defined in the "
+            "main file; move it into a module that workers can import"
+        )
+    try:
+        pickle.dumps(argument)
+    except Exception as error:
+        raise UserError(
+            f"argument of {name} cannot be pickled: {error}; give plain values or a dataclass"
+        ) from None
 
 
 def versions() -> str:

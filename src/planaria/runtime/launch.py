@@ -71,6 +71,8 @@ class _Launch:
         self.interrupts = 0
         self.number = 0
         self.code: int | None = None
+        self.grace = _HURRY
+        """Seconds in which workers may leave by themselves."""
         self.told = False
         """Whether it was the coordinator that ended the run."""
         self.link: LauncherLink | None = None
@@ -91,7 +93,7 @@ class _Launch:
                 await self._begin()
                 self._spawn(self._watch())
                 await self.over.wait()
-                await self.fleet.end(grace=_LEAVE if self.code == 0 else _HURRY)
+                await self.fleet.end(grace=self.grace)
         finally:
             await self._clean()
         assert self.code is not None
@@ -306,6 +308,8 @@ class _Launch:
                 self.screen.line(message.text, kind=message.kind)
             case control.EndRun():
                 self.told = True
+                if message.exit_code == 0:
+                    self.grace = _LEAVE
                 interrupted = 128 + self.number if self.interrupts else message.exit_code
                 self._finish(interrupted, message.reason)
             case control.Attached():  # the link has dealt with it

@@ -12,6 +12,9 @@ from planaria.runtime.chronicle import Chronicle
 from planaria.runtime.crowd import Crowd
 from planaria.runtime.state import State
 
+MOST_AHEAD = 2
+"""Steps that a worker can be ahead of the newest commit: there are two host buffers."""
+
 
 class Saving:
     """Publishes below ``out``; ``apply`` feeds membership."""
@@ -42,7 +45,11 @@ class Saving:
                 f"the run is {state.phase}: a durable checkpoint can be written while it trains; "
                 "ask again then"
             )
-        message = messages.SaveDurable(reason=body.reason, then_stop=body.then_stop)
+        message = messages.SaveDurable(
+            reason=body.reason,
+            then_stop=body.then_stop,
+            at=(state.committed or 0) + MOST_AHEAD,
+        )
         for worker in state.owners.values():
             crowd.send(worker, message)
         if body.then_stop:
