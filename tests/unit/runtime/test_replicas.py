@@ -481,3 +481,18 @@ def test_only_complete_captures_are_sent(serve: Callable[..., DataServer]) -> No
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(RunError, match="only a complete capture can be sent"):
         push(ours, Slot(), epoch=0, access=holder.access, peer="holder")
+
+
+def test_a_table_that_is_none_costs_the_connection(serve: Callable[..., DataServer]) -> None:
+    holder, owner = serve(), serve()
+    sock = wire.connect(holder.address, owner.access)
+    wire.send(sock, Frame(Kind.PUT, 0, 1, 0, b"no table", 8, 0))
+    assert sock.recv(1) == b""
+    sock.close()
+    sock = wire.connect(holder.address, owner.access)
+    slot = captured(owner.buffers, parts(1, 0), 1)
+    # Another shard in the header than in the table.
+    wire.send(sock, Frame(Kind.PUT, 0, 1, 3, slot.encoded, 64, slot.checksum))
+    assert sock.recv(1) == b""
+    sock.close()
+    assert holder.held.held() == {}
