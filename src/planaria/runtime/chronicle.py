@@ -34,9 +34,32 @@ class Chronicle:
         seconds, waited = self._steps.get(message.step, (0.0, 0.0))
         self._steps[message.step] = (max(seconds, message.seconds), max(waited, message.waited))
 
-    def committed(self, message: messages.Committed) -> None:
-        """Count what was sent to a holder."""
-        self._sent += message.bytes
+    def heard(self, worker: str, shard: int | None, message: messages.FromWorker) -> None:
+        """A message that membership is told next."""
+        match message:
+            case messages.Ready():
+                self.book.write(journal.WorkerReady(worker=worker))
+            case messages.Committed():
+                self._sent += message.bytes
+            case messages.Restored():
+                self.book.write(
+                    journal.WorkerRestored(
+                        worker=worker,
+                        shard=shard,
+                        epoch=message.epoch,
+                        generation=message.generation,
+                        phases=message.phases,
+                    )
+                )
+            case _:
+                pass
+
+    def injected(self, worker: str, fault: messages.Injected) -> None:
+        """A test's fault is about to fire: in the file before this returns."""
+        self.book.write(
+            journal.Injected(worker=worker, fault=fault.fault, step=fault.step, phase=fault.phase)
+        )
+        self.say(f"fault {fault.fault} fires on {worker} in step {fault.step}")
 
     def detected(self, worker: str, *, shard: int | None, how: str, reason: str) -> None:
         """A worker is about to be taken out."""

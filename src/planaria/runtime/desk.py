@@ -23,6 +23,7 @@ from planaria.runtime import control, events, journal, membership, messages, sum
 from planaria.runtime.chores import Chores
 from planaria.runtime.chronicle import Chronicle
 from planaria.runtime.crowd import Crowd, Encoded, Session
+from planaria.runtime.inbound import event_of
 from planaria.runtime.keys import EpochKeys
 from planaria.runtime.messages import Worker
 from planaria.runtime.saving import Saving
@@ -128,7 +129,7 @@ class ControlDesk:
             case messages.Scalar():
                 self._chronicle.scalars(worker, self._shard(worker), message)
             case messages.Injected():
-                self._inject(worker, message)
+                self._chronicle.injected(worker, message)
             case messages.Broke():
                 self._broke(worker, message)
             case messages.Left():
@@ -136,7 +137,12 @@ class ControlDesk:
             case messages.Hello():
                 raise ValueError("Hello comes once, as the first message of a stream")
             case _:
-                self.apply(self._event(worker, message))
+                if isinstance(message, messages.Ready):
+                    self._stillborn = 0
+                elif isinstance(message, messages.Durable):
+                    self._saving.wrote(message)
+                self._chronicle.heard(worker, self._shard(worker), message)
+                self.apply(event_of(worker, message))
 
     def gone(self, worker: Worker, outbox: Outbox, reason: str) -> None:
         """The stream of ``worker`` has ended."""
@@ -196,7 +202,7 @@ class ControlDesk:
 
     def inject(self, body: control.Inject) -> control.Done:
         """Write a fault to the journal before it fires."""
-        self._inject(body.worker, body.fault)
+        self._chronicle.injected(body.worker, body.fault)
         return control.Done()
 
     def request(self, body: control.Requested) -> control.Done:
@@ -337,53 +343,9 @@ class ControlDesk:
             return f"worker {hello.worker} is attached already; start one with a new name"
         return None
 
-    def _event(self, worker: Worker, message: messages.FromWorker) -> events.AnyEvent:
-        match message:
-            case messages.Ready():
-                self._stillborn = 0
-                self._book.write(journal.WorkerReady(worker=worker))
-                return events.BecameReady(worker=worker)
-            case messages.Joinless():
-                return events.JoinlessSeen(worker=worker)
-            case messages.Report():
-                return events.Reported(worker=worker, message=message)
-            case messages.Restored():
-                self._restored(worker, message)
-                return events.RestoredBy(worker=worker, message=message)
-            case messages.Committed():
-                self._chronicle.committed(message)
-                return events.CommittedBy(worker=worker, message=message)
-            case messages.Finished():
-                return events.FinishedBy(worker=worker, message=message)
-            case messages.Failed():
-                return events.FailedBy(worker=worker, message=message)
-            case messages.Durable():
-                self._saving.wrote(message)
-                return events.DurableBy(worker=worker, message=message)
-            case _:
-                raise AssertionError(f"{type(message).__name__} is no event of membership")
-
     def _shard(self, worker: Worker) -> int | None:
         member = self.state.members.get(worker)
         return None if member is None else member.shard
-
-    def _inject(self, worker: Worker, fault: messages.Injected) -> None:
-        entry = journal.Injected(
-            worker=worker, fault=fault.fault, step=fault.step, phase=fault.phase
-        )
-        self._book.write(entry)
-        self._chronicle.say(f"fault {fault.fault} fires on {worker} in step {fault.step}")
-
-    def _restored(self, worker: Worker, message: messages.Restored) -> None:
-        self._book.write(
-            journal.WorkerRestored(
-                worker=worker,
-                shard=self._shard(worker),
-                epoch=message.epoch,
-                generation=message.generation,
-                phases=message.phases,
-            )
-        )
 
     def _broke(self, worker: Worker, message: messages.Broke) -> None:
         """A communicator failed: mostly the first sign of a loss; else the owners regroup."""

@@ -239,7 +239,7 @@ async def _serve(
     """Both directions of one stream until either side ends it."""
     reading = asyncio.create_task(_read(context, kind, hear))
     writing = asyncio.create_task(_write(context, outbox))
-    reason = "its stream was cut"
+    reason = "its control stream was cut"
     try:
         await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
         if reading.done() and not reading.cancelled() and reading.exception() is None:
@@ -262,7 +262,7 @@ def _exception(task: asyncio.Task[Any]) -> BaseException | None:
 async def _read(context: Context, kind: Any, hear: Callable[[Any], None]) -> str:
     while (data := await context.read()) is not EOF:
         hear(control.decode(data, kind))
-    return "it closed its stream"
+    return "its control stream was closed"
 
 
 async def _write(context: Context, outbox: Outbox) -> None:
