@@ -88,7 +88,7 @@ class ClusterConfig:
     spares: int = 3
     per_node: int = 4
     """Workers on one node."""
-    replicas: int = 2
+    replicas: int = 1
     """Shards that hold the same parameters; 1: everything is sent to the holder."""
     max_redo: int = 2
     until: int = 200

@@ -191,6 +191,17 @@ def choose_holders(
     return dict(sorted(chosen.items()))
 
 
+def _holders(
+    owners: Mapping[Shard, Owner], *, previous: Mapping[Shard, Worker], spares: Sequence[Owner]
+) -> tuple[dict[Shard, Worker], tuple[Owner, ...]]:
+    """Holders, and those of them that own no shard (world of one)."""
+    if len(owners) > 1:
+        return choose_holders(owners, previous=previous), ()
+    ((shard, owner),) = owners.items()
+    kept = keeper(owner, spares=spares, previous=previous.get(shard))
+    return ({}, ()) if kept is None else ({shard: kept.worker}, (kept,))
+
+
 def _repair(
     left: Sequence[Shard],
     *,
@@ -336,13 +347,7 @@ def plan(
     moved = {transfer.shard for transfer in transfers}
     if moved:
         reason += f"; {name_shards(moved)} from {len({t.source for t in transfers})} peers"
-    chosen = choose_holders(owners, previous=holders)
-    keepers: tuple[Owner, ...] = ()
-    if len(owners) == 1:
-        ((shard, owner),) = owners.items()
-        kept = keeper(owner, spares=spares, previous=holders.get(shard))
-        if kept is not None:
-            chosen, keepers = {shard: kept.worker}, (kept,)
+    chosen, keepers = _holders(owners, previous=holders, spares=spares)
     return Plan(
         epoch=epoch,
         generation=target,
