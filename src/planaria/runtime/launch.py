@@ -239,7 +239,10 @@ class _Launch:
 
     def _exited(self, child: Child) -> None:
         assert self.link is not None
-        self.link.exited(child.name, pid=child.pid, description=child.description, code=child.code)
+        if child.code != worker.REFUSED:  # the coordinator never took it for a worker
+            self.link.exited(
+                child.name, pid=child.pid, description=child.description, code=child.code
+            )
         self.screen.forget(child.name)
         if self.code is not None:
             return
