@@ -361,6 +361,26 @@ def test_the_pusher_tells_of_a_dead_holder_and_goes_on_with_the_next(
     sender.close()
 
 
+def test_the_pusher_tries_again_and_tells_once(serve: Callable[..., DataServer]) -> None:
+    owner, holder = serve(), serve(timeout=0.05)
+    sender, acks, errors = pusher(owner)
+    for generation in (1, 2):
+        put(holder, owner, captured(owner.buffers, parts(generation, 0), generation))
+    owner.buffers.announce(2)
+    captured(owner.buffers, parts(3, 0), 3)
+    # The holder has not heard of the announcement, and refuses until it has.
+    sender.direct(holder.address, epoch=0, floor=3)
+    until(lambda: len(errors) == 1, "the refusal was not told")
+    assert "refused: the slots hold generation 1, generation 2, and -1" in str(errors[0])
+    time.sleep(0.7)
+    assert (acks, len(errors)) == ([], 1)
+    holder.held.announce(2)
+    until(lambda: len(acks) == 1, "the send was not tried again")
+    assert acks[0][:2] == (0, 3)
+    assert len(errors) == 1
+    sender.close()
+
+
 def test_a_new_epoch_frees_the_pusher(serve: Callable[..., DataServer], silent: Silent) -> None:
     owner, holder = serve(timeout=60.0), serve()
     sender, acks, errors = pusher(owner)
