@@ -64,6 +64,12 @@ class Saving:
     async def publish(self, generation: int) -> None:
         """All parts are there: rename the folder, tell membership."""
         seconds = self._seconds.pop(generation, 0.0)
+        if not publish.partial_path(self._out, generation).exists() and (
+            generation in publish.published(self._out)
+        ):
+            # Said again by members to a coordinator that was started again.
+            self._apply(events.Published(generation=generation))
+            return
         try:
             path = await asyncio.to_thread(
                 publish.publish,

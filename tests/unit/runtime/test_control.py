@@ -431,6 +431,10 @@ def test_members_go_on_when_their_coordinator_is_killed_and_started_again(tmp_pa
             a.commit(epoch, 0, generation)
             b.commit(epoch, 1, generation)
         wait_for(lambda: status(tmp_path).generation == 2 or None)
+        publish.partial_path(tmp_path, 2).mkdir(parents=True)
+        for shard, one in enumerate((a, b)):
+            one.member.send(messages.Durable(epoch=epoch, shard=shard, generation=2))
+        wait_for(lambda: process.entries(journal.DurableSaved))
         process.kill()
         # Said while nobody is there: heard by the next one.
         a.commit(epoch, 0, 3)
@@ -451,6 +455,8 @@ def test_members_go_on_when_their_coordinator_is_killed_and_started_again(tmp_pa
         ]
         assert sorted(e.worker for e in attached[2:]) == ["a", "b"]
         assert [e.resumed for e in process.entries(journal.Opened)] == [False, True]
+        assert process.entries(journal.DurableFailed) == []
+        assert len(process.entries(journal.DurableSaved)) == 1
         # The new one still notices a loss, and the keys of the epoch work.
         a.member.kv.put(epoch, "k", b"v")
         assert b.member.kv.get(epoch, "k", 5.0) == b"v"
