@@ -249,9 +249,13 @@ class Engine:
         self._watch()
 
     def _injector(self) -> Callable[[str, int], None] | None:
+        # The shard's first owner, which need not be the worker that the launcher had in mind: a
+        # spare that was ready earlier may own it. Who takes over later is not hit again.
+        assignment = self.seat.assignment
+        first = assignment is not None and assignment.fresh
         injector = Injector(
             self.context.faults,
-            shard=self.context.task.rank,
+            shard=self.shard if first else None,
             node=self.context.invitation.node,
             announce=self.member.injected,
         )
