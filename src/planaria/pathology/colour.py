@@ -34,7 +34,10 @@ class ColourStatistics:
 
 
 class RunningStatistics:
-    """Sums over batches from which mean and deviation follow; exact, whatever the batch sizes."""
+    """Sums over batches from which mean and deviation follow.
+
+    The sums of uint8 images are whole numbers and exact, so the cut into batches does not matter.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -44,8 +47,8 @@ class RunningStatistics:
     def add(self, x_B3HW: Tensor) -> None:
         """Adds a batch [B, 3, H, W], uint8 or float 0 to 1."""
         x = x_B3HW.to(torch.float64)
-        if not x_B3HW.is_floating_point():
-            x = x / 255
+        if x_B3HW.is_floating_point():
+            x = x * 255
         self._count += x.numel() // 3
         self._sum += x.sum(dim=(0, 2, 3))
         self._square += (x * x).sum(dim=(0, 2, 3))
@@ -54,8 +57,8 @@ class RunningStatistics:
         """The statistics so far; DataError where nothing was added."""
         if self._count == 0:
             raise DataError("no image was given to take colour statistics from")
-        mean = self._sum / self._count
-        variance = (self._square / self._count - mean * mean).clamp_min(0)
+        mean = self._sum / self._count / 255
+        variance = (self._square / self._count / 255**2 - mean * mean).clamp_min(0)
         m, s = mean.tolist(), variance.sqrt().tolist()
         return ColourStatistics(mean=(m[0], m[1], m[2]), std=(s[0], s[1], s[2]))
 

@@ -375,7 +375,7 @@ def _unreadable(path: Path, error: Exception) -> str:
             f"{path.name}: no reader knows this file; slides are SVS, NDPI, MRXS, SCN, BIF, DICOM, "
             "TIFF, PNG or JPEG"
         )
-    return f"{path.name}: cannot be opened ({error}); the file is damaged: copy it again"
+    return f"{path.name}: cannot be opened ({error}); the file is truncated or damaged: copy it again"
 
 
 def _head(path: Path) -> bytes:

@@ -146,10 +146,16 @@ def map_pixels(rgb: Pixels, *, downsample: float, mpp: float, config: TissueConf
     usable = ~(dark | pen)
     threshold = choose_threshold(sat[usable], config=config)
     mask = (sat > threshold) & usable
-    mask = ndimage.binary_opening(mask, iterations=1)
-    mask = ndimage.binary_closing(mask, iterations=2)
-    mask = drop_small(mask, area=config.min_area_um2 / mpp**2)
-    mask = ~drop_small(~mask, area=config.max_hole_um2 / mpp**2) & usable
+    # Beyond the border there may be more tissue: eroding must not eat it from there.
+    mask = ndimage.binary_dilation(ndimage.binary_erosion(mask, border_value=1))
+    mask = ndimage.binary_dilation(mask, iterations=2)
+    mask = ndimage.binary_erosion(mask, iterations=2, border_value=1)
+    # In a small crop a piece of tissue is small and no dust.
+    mask = drop_small(mask, area=min(config.min_area_um2 / mpp**2, 0.1 * mask.size))
+    # A hole is enclosed: glass that reaches the border is none, however little of it there is.
+    holes = ndimage.binary_fill_holes(mask) & ~mask
+    mask |= holes & ~drop_small(holes, area=config.max_hole_um2 / mpp**2)
+    mask &= usable
     pen_part, dark_part = float(pen.mean()), float(dark.mean())
     if mask.any():
         reason = f"{mask.mean():.1%} of the slide is tissue (saturation above {threshold:.3f})"
