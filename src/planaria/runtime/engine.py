@@ -1,7 +1,7 @@
 """What runs an owner's training: the objects of one worker and how they meet.
 
 :class:`Engine` is the inside of :class:`~planaria.runtime.run.Run`, which is what users see. It binds
-control thread (:mod:`.seat`), communication (:mod:`planaria.comm`), state (:mod:`.parts`), protection
+control thread (:mod:`.seat`), communication (:mod:`planaria.comm`), state (``memory.parts``), protection
 and recovery; it owns the generation that this worker stands at.
 """
 
@@ -20,8 +20,10 @@ from planaria.comm import Domain, GlooTransport, init_default, register
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, EpochSuperseded, UserError
 from planaria.runtime import durable, hooks
+from planaria.runtime.control.member import Whereabouts
 from planaria.runtime.inject import Injector
-from planaria.runtime.member import Whereabouts
+from planaria.runtime.launch.worker import WorkerContext
+from planaria.runtime.memory.parts import Parts
 from planaria.runtime.messages import (
     AllCommitted,
     Assign,
@@ -37,12 +39,10 @@ from planaria.runtime.messages import (
     Scalar,
     Stop,
 )
-from planaria.runtime.parts import Parts
 from planaria.runtime.protection import Protection, begin_epoch
 from planaria.runtime.recovery import BuildAgain, Clock, Recovery, ddp_modules
 from planaria.runtime.seat import Seat
 from planaria.runtime.tally import SAMPLES, Tally
-from planaria.runtime.worker import WorkerContext
 
 FENCED = 1
 """Exit code of a worker that was fenced."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from planaria.runtime.engine import Engine
 
 
-class BuildAgain(Exception):  # noqa: N818 (it is no error: the plan says so)
+class BuildAgain(Exception):
     """No generation exists for all shards: every owner builds from nothing, together."""
 
     def __init__(self, plan: Plan) -> None:

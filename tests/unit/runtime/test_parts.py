@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from planaria.errors import RunError, UserError
-from planaria.runtime.layout import Layout
-from planaria.runtime.parts import Parts, replicated
-from planaria.runtime.snapshot import Buffers, Capture
+from planaria.runtime.memory.layout import Layout
+from planaria.runtime.memory.parts import Parts, replicated
+from planaria.runtime.memory.snapshot import Buffers, Capture
 
 
 def taken(parts: Parts, generation: int = 1) -> tuple[Layout, torch.Tensor]:
