@@ -87,7 +87,12 @@ class Convolutional(nn.Module):
 
 def perceptron() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(16, 33), nn.GELU(), nn.Dropout(0.2), nn.Linear(33, 24), nn.Tanh(), nn.Linear(24, 1)
+        nn.Linear(16, 33),
+        nn.GELU(),
+        nn.Dropout(0.2),
+        nn.Linear(33, 24),
+        nn.Tanh(),
+        nn.Linear(24, 1),
     )
 
 

@@ -440,6 +440,7 @@ def test_digest_knows_names_dtypes_and_bytes_and_not_the_generators() -> None:
         ),
         ({"model": [nn.Linear(1, 1), 3]}, "an object of type int as part 'model': a part is a"),
         ({"rng": nn.Linear(1, 1)}, "build() returned a part named 'rng': names are non-empty"),
+        ({"modes": nn.Linear(1, 1)}, "'rng' and 'modes' are parts that Planaria adds for the"),
         (
             {"m.0": nn.Linear(1, 1), "m": [nn.Linear(1, 1)]},
             "build() returned two parts named 'm.0' (lists number their items): rename one",

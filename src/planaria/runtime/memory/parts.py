@@ -6,7 +6,8 @@ only checked. :meth:`Parts.restore` writes into the tensors that are there, so t
 FSDP2's flat buffers and every DTensor keep their views.
 
 What is state: parameters, persistent buffers, optimizer state and ``param_groups``,
-``extra_state``, and the ``state_dict()`` of everything else, the global random generators included.
+``extra_state``, what modules are told to do (:mod:`.modes`), and the ``state_dict()`` of everything
+else, the global random generators included.
 A non-persistent buffer is not state, as in PyTorch: ``build`` makes it.
 """
 
@@ -28,12 +29,14 @@ from planaria.errors import UserError
 from planaria.runtime.memory import optstate, placements, restoring, skeleton
 from planaria.runtime.memory.finding import Finder, Fixed, Leaf, check_tensor
 from planaria.runtime.memory.layout import Layout, Role
+from planaria.runtime.memory.modes import Modes
 from planaria.runtime.memory.optstate import OptimizerPart
 from planaria.runtime.memory.placements import ReplicaShards
 from planaria.runtime.memory.rng import Rng
 
 RNG = "rng"
-"""Name of the part that is added by us."""
+MODES = "modes"
+"""Names of the parts that are added by us."""
 
 RegimeName = Literal["replicated", "optimizer sharded", "all sharded"]
 
@@ -103,7 +106,7 @@ class Parts:
         """By part name; the stages of a pipeline are ``name.0``, ``name.1`` and so on."""
         self.optimizers: dict[str, OptimizerPart] = {}
         self.others: dict[str, Any] = {}
-        """Everything that has ``state_dict`` and ``load_state_dict``; ``rng`` comes last."""
+        """Everything that has ``state_dict`` and ``load_state_dict``; ``modes`` and ``rng`` come last."""
         self.given = {
             name: value.value if isinstance(value, Replicated) else value
             for name, value in parts.items()
@@ -112,6 +115,7 @@ class Parts:
         self._declared: dict[str, Replicated] = {}
         for name, value in parts.items():
             self._add(name, value)
+        self.others[MODES] = Modes(self.modules)
         self.others[RNG] = Rng()
         self._peers = {
             name: self._declared_set(name, mark) for name, mark in self._declared.items()
@@ -122,10 +126,11 @@ class Parts:
         self._fixed: Fixed | None = None
 
     def _add(self, name: Any, value: Any) -> None:
-        if not isinstance(name, str) or not name or name == RNG:
+        if not isinstance(name, str) or not name or name in (RNG, MODES):
             raise UserError(
                 f"build() returned a part named {name!r}: names are non-empty strings, and {RNG!r} "
-                "is the part that Planaria adds for the random generators; rename it"
+                f"and {MODES!r} are parts that Planaria adds for the random generators and for "
+                "what modules are told to do; rename it"
             )
         if isinstance(value, Replicated):
             self._declared[name] = value
@@ -201,6 +206,23 @@ class Parts:
                 loose.append(Leaf(name, path, tensor, role, False, shards))
             sections[name] = data
         return Flat(fixed.leaves, tuple(loose), pickle.dumps((fixed.encoded, sections), protocol=5))
+
+    def versions(self) -> tuple[int, ...]:
+        """Counters that torch raises when a tensor is changed in place, of all that a capture copies
+        beside the next step, as of the last :meth:`flatten`; about 0.05 ms for 600 tensors.
+        """
+        leaves = self._fixed.leaves if self._fixed is not None else ()
+        return tuple(leaf.tensor._version for leaf in leaves if leaf.asynchronous)
+
+    def changed_since(self, versions: tuple[int, ...]) -> list[str]:
+        """Names of the tensors that were changed in place since ``versions`` were read."""
+        leaves = self._fixed.leaves if self._fixed is not None else ()
+        later = [leaf for leaf in leaves if leaf.asynchronous]
+        return [
+            f"{leaf.part}.{leaf.path}"
+            for leaf, then in zip(later, versions, strict=False)
+            if leaf.tensor._version != then
+        ]
 
     def _sections(self) -> Iterable[tuple[str, Role, Any]]:
         for name, part in self.optimizers.items():
