@@ -93,7 +93,7 @@ class Recovery:
             epoch=epoch,
             shard=engine.shard,
             live=engine.generation,
-            clean=not engine.dirty,
+            clean=engine.clean,
             captured=engine.protection.captured(),
             held=engine.protection.held(),
             replica_sets=engine.protection.replica_sets(),
@@ -170,7 +170,7 @@ class Recovery:
             clock.lap("move")
             engine.protection.restore(plan.generation, only="all")
         elif engine.started:
-            clean = engine.generation == plan.generation and not engine.dirty
+            clean = engine.generation == plan.generation and engine.clean
             engine.protection.restore(plan.generation, only="small" if clean else "all")
         clock.lap("load")
 
