@@ -156,4 +156,5 @@ def to_unit(images: Tensor | Sequence[Tensor]) -> Tensor:
         raise DataError(
             f"images are {stacked.dtype} {tuple(stacked.shape)}; expected uint8 [B, H, W, 3]"
         )
-    return stacked.permute(0, 3, 1, 2).to(torch.float32) / 255
+    # Contiguous: channels-last gradients would not have the strides of DDP's buckets.
+    return stacked.permute(0, 3, 1, 2).contiguous().to(torch.float32) / 255

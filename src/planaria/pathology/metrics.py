@@ -20,6 +20,9 @@ from planaria.errors import ConfigError, DataError
 
 Array = NDArray[Any]
 
+MIN_GROUPS = 5
+"""Slides or patients below which an interval would pretend to know what it cannot (our choice)."""
+
 
 class OneClassWarning(UserWarning):
     """A measure was asked for on a set in which only one class occurs."""
@@ -175,6 +178,10 @@ def bootstrap(
         raise ConfigError(f"draws is {draws} and level {level}; at least 10, and between 0 and 1")
     arrays = [np.asarray(sample) for sample in samples]
     names, code = np.unique(np.asarray(groups), return_inverse=True)
+    if len(names) < MIN_GROUPS:
+        raise DataError(
+            f"{len(names)} groups are too few for an interval; it needs at least {MIN_GROUPS}"
+        )
     members = [np.flatnonzero(code == index) for index in range(len(names))]
     rng = np.random.default_rng(seed)
     values: list[float] = []

@@ -81,7 +81,8 @@ def _read_piece(
     image = Image.fromarray(pixels).resize(
         size, Image.Resampling.BILINEAR, box=box, reducing_gap=2.0
     )
-    return np.asarray(image)
+    # A copy: PIL's memory is read-only, which torch refuses to share.
+    return np.array(image)
 
 
 def read_tile(slide: Slide, *, x: float, y: float, mpp: float, px: int) -> Pixels:

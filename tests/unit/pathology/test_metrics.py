@@ -87,8 +87,10 @@ def test_bootstrap_draws_slides() -> None:
 
 
 def test_too_few_groups_for_an_interval() -> None:
-    with pytest.raises(DataError, match="of 100 bootstrap draws hold both classes; the 2 groups are"):
-        bootstrap(auc, [0, 0, 1], [0.1, 0.2, 0.3], groups=["a", "a", "b"], draws=100, seed=3)
+    with pytest.raises(DataError, match="2 groups are too few for an interval; it needs at least 5"):
+        bootstrap(auc, [0, 0, 1], [0.1, 0.2, 0.3], groups=["a", "a", "b"], draws=100)
+    with pytest.raises(DataError, match="of 100 bootstrap draws hold both classes; the 5 groups are"):
+        bootstrap(lambda y, p: float("nan"), [0] * 5, [0.1] * 5, groups=range(5), draws=100)
     with pytest.raises(ConfigError, match="draws is 1 and level 0.95; at least 10"):
         bootstrap(auc, [0, 1], [0, 1], groups=[0, 1], draws=1)
 

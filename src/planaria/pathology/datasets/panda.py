@@ -31,13 +31,27 @@ CONTRACT = Contract(
 )
 
 
-def load_panda(folder: Path) -> tuple[list[Record], Validation]:
+SYNTHETIC = Contract(
+    name="synthetic biopsies",
+    licence="made by this package",
+    source="planaria.pathology.synthetic, in PANDA's layout",
+    columns=CONTRACT.columns,
+    count=None,
+    per_centre={},
+    labels=CONTRACT.labels,
+)
+"""For trees that :func:`planaria.pathology.synthetic.tree.write_tree` made."""
+
+
+def load_panda(
+    folder: Path, *, contract: Contract = CONTRACT
+) -> tuple[list[Record], Validation]:
     """The records of ``folder`` and what is wrong with them; nothing is left out or repaired.
 
     A grade that does not follow from its Gleason score is an error, except for the one case known in
     the published table (4+3 graded 2), which is a remark there and stays as published.
     """
-    rows = read_table(folder / "train.csv", columns=CONTRACT.columns)
+    rows = read_table(folder / "train.csv", columns=contract.columns)
     records: list[Record] = []
     problems: list[str] = []
     remarks: list[str] = []
@@ -65,7 +79,7 @@ def load_panda(folder: Path) -> tuple[list[Record], Validation]:
             problems.append(
                 f"{where}: {row['gleason_score']} is ISUP {expected}, the table says {grade}"
             )
-        if row["data_provider"] not in CONTRACT.per_centre:
+        if contract.per_centre and row["data_provider"] not in contract.per_centre:
             problems.append(f"{where}: data_provider {row['data_provider']!r} is not known")
     images = folder / "train_images"
     known = {record.id for record in records}
@@ -74,7 +88,7 @@ def load_panda(folder: Path) -> tuple[list[Record], Validation]:
     ) else []
     if extra:
         remarks.append(f"{len(extra)} images without a row, {extra[0]} first: left out")
-    found = validate(records, contract=CONTRACT, problems=problems)
+    found = validate(records, contract=contract, problems=problems)
     return records, Validation(
         contract=found.contract,
         count=found.count,

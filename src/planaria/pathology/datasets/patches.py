@@ -9,11 +9,8 @@ from typing import Any
 
 import h5py
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from planaria.errors import DataError
 from planaria.pathology.datasets.records import (
@@ -132,8 +129,8 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
     )
 
 
-class H5Patches(Dataset[tuple[Tensor, int]]):
-    """Patches of an HDF5 file: (uint8 [96, 96, 3], label) by index.
+class H5Patches:
+    """Patches of an HDF5 file: (uint8 array [96, 96, 3], label) by index; fits a torch DataLoader.
 
     The file is opened on first use in each process and never pickled, so loader workers and spawned
     processes each have their own handle.
@@ -151,18 +148,18 @@ class H5Patches(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
         if self._file is None or self._owner != os.getpid():
             self._file, self._owner = h5py.File(self._path, "r"), os.getpid()
         pixels: NDArray[np.uint8] = self._file["x"][self._rows[index]]
-        return torch.from_numpy(pixels), self._labels[index]
+        return pixels, self._labels[index]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_file": None, "_owner": 0}
 
 
-class FilePatches(Dataset[tuple[Tensor, int]]):
-    """Patches of image files: (uint8 [px, px, 3], label) by index."""
+class FilePatches:
+    """Patches of image files: (uint8 array [px, px, 3], label) by index."""
 
     def __init__(self, records: Sequence[Record], *, px: int = PX) -> None:
         self._records = list(records)
@@ -171,7 +168,7 @@ class FilePatches(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
         record = self._records[index]
         if record.path is None:
             raise DataError(f"{record.id}: a record without a file")
@@ -184,7 +181,7 @@ class FilePatches(Dataset[tuple[Tensor, int]]):
             raise DataError(
                 f"{record.path.name}: {pixels.shape[1]}x{pixels.shape[0]} px; expected {self._px} px"
             )
-        return torch.from_numpy(pixels), record.label
+        return pixels, record.label
 
 
 def _array(path: Path, *, key: str, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -1,0 +1,74 @@
+"""The network of a Gleason run, made from a seed and wrapped for data-parallel training."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from planaria.pathology.bundle import ModelCard, build
+from planaria.pathology.colour import ColourStatistics, statistics, to_unit
+from planaria.pathology.networks import NetworkConfig
+from planaria.pathology.training import set_momentum
+from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD, load_weights
+from planaria.recipes.gleason.config import GleasonConfig
+from planaria.recipes.gleason.data import Prepared
+
+CLASSES = 6
+SAMPLES = 64
+"""Training slides that the colours are taken from."""
+
+
+def colours(data: Prepared, config: GleasonConfig) -> ColourStatistics:
+    """The colours of evenly spread training slides' boards."""
+    count = len(data.train.labels)
+    ids = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
+    return statistics(
+        to_unit(torch.from_numpy(data.train.boards(part, config, seed=None)))
+        for part in np.array_split(ids, -(-len(ids) // 8))
+    )
+
+
+def card(data: Prepared, config: GleasonConfig) -> ModelCard:
+    """What the model is; cuts are set when training has ended."""
+    source = ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD) if config.pretrained else None
+    return ModelCard(
+        kind="gleason",
+        network=NetworkConfig(
+            classes=1 if config.loss == "qwmse-ordinal" else CLASSES,
+            backbone=config.backbone,
+            width=config.width,
+            depth=config.depth,
+            image_px=config.board.board_px,
+            lite=config.pretrained == "lite0",
+        ),
+        target=colours(data, config),
+        source=source,
+        dc=config.dc,
+        board=config.board,
+        loss=config.loss,
+        classes=CLASSES,
+        trained_on=data.name,
+    )
+
+
+def make(what: ModelCard, config: GleasonConfig) -> nn.Module:
+    """The network with the weights of ``config.seed``, or pre-trained ones where asked for."""
+    torch.manual_seed(config.seed)
+    model = build(what)
+    set_momentum(model, config.momentum)
+    if config.pretrained:
+        network: nn.Module = model.network  # type: ignore[assignment]
+        load_weights(network, config.pretrained)  # type: ignore[arg-type]
+    return model
+
+
+def wrap(model: nn.Module) -> DistributedDataParallel:
+    """``model`` under DDP on the default group.
+
+    Told to look for unused parameters though there are none, so that its buckets keep the cut of
+    the first iteration and a step that is done again adds up in the same order. BatchNorm's
+    statistics stay each worker's own until an evaluation averages them.
+    """
+    return DistributedDataParallel(model, find_unused_parameters=True, forward_sync_buffers=False)

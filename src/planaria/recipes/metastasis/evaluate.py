@@ -1,0 +1,73 @@
+"""Probabilities for a part of the data, the same whatever the number of workers, and what they say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from planaria.errors import DataError
+from planaria.pathology.colour import to_unit
+from planaria.pathology.metrics import auc, binary_report, bootstrap, by_centre
+from planaria.pathology.training import autocast, share
+from planaria.recipes.metastasis.data import Part
+
+BATCH = 64
+
+
+def probabilities(
+    model: nn.Module, part: Part, *, shard: int, world: int, dtype: str, average: int = 1
+) -> NDArray[np.float64]:
+    """The probability [N] of tumour for every patch of ``part``; a collective.
+
+    ``average``: 1, or 8 to take the mean over all turns and mirrorings. Uses no random numbers and
+    leaves the model in the mode that it had.
+    """
+    out = torch.zeros(len(part.labels), dtype=torch.float64)
+    mine = share(len(part.labels), shard=shard, world=world)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(dtype):
+            for start in range(0, len(mine), BATCH):
+                ids = mine[start : start + BATCH]
+                x = to_unit(torch.from_numpy(part.batch(ids)[0]))
+                total = sum(
+                    (model(view)[:, 0].float().sigmoid().double() for view in views(x, average)),
+                    start=torch.zeros(len(ids), dtype=torch.float64),
+                )
+                out[torch.from_numpy(ids)] = total / average
+    finally:
+        model.train(training)
+    if dist.is_initialized():
+        dist.all_reduce(out)
+    return out.numpy()
+
+
+def views(x_B3HW: Tensor, count: int) -> list[Tensor]:
+    """The first ``count`` of the 8 turns and mirrorings of a batch."""
+    turned = [torch.rot90(x_B3HW, k=k, dims=(2, 3)) for k in range(min(count, 4))]
+    return turned + [view.flip(3) for view in turned[: max(count - 4, 0)]]
+
+
+def measure(part: Part, probability: NDArray[np.float64], *, threshold: float) -> dict[str, Any]:
+    """Pooled measures, overall and per centre, with the AUC's interval by slide."""
+    found = by_centre(
+        lambda y, p: binary_report(y, p, threshold=threshold),
+        part.labels,
+        probability,
+        centres=part.centres,
+    )
+    result: dict[str, Any] = asdict(found)
+    try:
+        interval = asdict(bootstrap(auc, part.labels, probability, groups=part.groups))
+    except DataError as error:
+        interval = {"value": math.nan, "reason": str(error)}
+    result["auc_interval"] = interval
+    return result
