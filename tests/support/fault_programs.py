@@ -107,7 +107,9 @@ def build(job: Job) -> dict[str, Any]:
     else:
         model = perceptron()
         assert isinstance(model, nn.Sequential)
-        mesh = init_device_mesh("cpu", (2, 2)) if job.kind == "hsdp" else None
+        mesh = None
+        if job.kind == "hsdp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
         for layer in (model[0], model[3]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -9,14 +9,25 @@ order, in solo mode, and has the reducer re-cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from planaria.errors import CommError
 
 Order = tuple[int, ...]
+
+
+def ddp_modules(modules: Mapping[str, torch.nn.Module]) -> dict[str, DistributedDataParallel]:
+    """DDP modules among the parts, by part and path."""
+    found: dict[str, DistributedDataParallel] = {}
+    for part, module in modules.items():
+        for path, inner in module.named_modules():
+            if isinstance(inner, DistributedDataParallel):
+                found[f"{part}.{path}" if path else part] = inner
+    return found
 
 
 def order(ddp: DistributedDataParallel) -> Order:
@@ -44,6 +55,38 @@ def settle(ddp: DistributedDataParallel) -> None:
     would not answer.
     """
     ddp.reducer._rebuild_buckets()
+
+
+def reset(ddp: DistributedDataParallel) -> None:
+    """Give ``ddp`` the cut that it was built with, where it has re-cut its buckets since.
+
+    For a way back to before the first step, which an undisturbed run takes with that cut: other
+    buckets add up gradients in another order, and the results differ in their last bits. Nothing is
+    communicated. The reducer is made anew, as when a DDP is unpickled.
+    """
+    if not order(ddp):
+        return
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        dist._register_comm_hook(ddp.reducer, state, hook)
+
+
+def begin_anew(ddp: DistributedDataParallel) -> None:
+    """Give ``ddp`` the first cut that it was made with, as if it had seen no iteration yet.
+
+    For a swap that has the very first step done again: with the second cut its sums would be taken in
+    another order than in an undisturbed run, and differ in their last bits.
+    """
+    ddp.reducer._remove_autograd_hooks()
+    parameters, expect_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    for hook, state in ddp._comm_hooks:
+        dist._register_comm_hook(ddp.reducer, state, hook)
 
 
 def align(ddp: DistributedDataParallel, wanted: Order) -> None:

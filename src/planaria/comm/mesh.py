@@ -59,6 +59,6 @@ def coordinates(shard: int, axes: Mapping[str, int]) -> dict[str, int]:
         raise ConfigError(f"shard {shard} is not on a mesh of {math.prod(axes.values())} shards")
     found: dict[str, int] = {}
     left = shard
-    for name, size in reversed(axes.items()):
+    for name, size in reversed(list(axes.items())):
         left, found[name] = divmod(left, size)
-    return dict(reversed(found.items()))
+    return dict(reversed(list(found.items())))

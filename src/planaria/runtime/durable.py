@@ -26,9 +26,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
+from planaria.comm import buckets
+from planaria.comm.buckets import ddp_modules
 from planaria.errors import CheckpointError
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
 from planaria.runtime.memory.parts import Parts
+
+_BUCKETS = "buckets"
+"""Key of the order of DDP's buckets, beside the parts of a shard."""
 
 
 def newest(out: Path) -> int | None:
@@ -60,6 +65,9 @@ class DurableCheckpoints:
         """
         started = time.monotonic()
         self.wait()
+        for ddp in ddp_modules(self._parts.modules).values():
+            # Now, as the next forward would: what is resumed from here goes on with that cut.
+            buckets.settle(ddp)
         path = partial_path(self._out, generation)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -135,7 +143,10 @@ class DurableCheckpoints:
         for name, (module, optimizers) in _pairs(parts).items():
             model_state, optimizer_state = get_state_dict(module, optimizers)
             state[name] = {"model": model_state, "optimizer": optimizer_state}
-        own = {name: other.state_dict() for name, other in parts.others.items()}
+        own: dict[str, Any] = {name: other.state_dict() for name, other in parts.others.items()}
+        own[_BUCKETS] = {
+            name: buckets.order(ddp) for name, ddp in ddp_modules(parts.modules).items()
+        }
         buffer = io.BytesIO()
         torch.save(own, buffer)
         state["shards"] = {str(parts.shard): buffer}
@@ -159,6 +170,9 @@ class DurableCheckpoints:
                     "resume with the script that wrote it"
                 )
             other.load_state_dict(own[name])
+        for name, ddp in ddp_modules(self._parts.modules).items():
+            if order := own.get(_BUCKETS, {}).get(name):
+                buckets.align(ddp, order)
 
 
 def _pairs(parts: Parts) -> dict[str, tuple[nn.Module, list[Optimizer]]]:

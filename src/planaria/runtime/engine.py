@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planaria.comm import Domain, GlooTransport, init_default, register
+from planaria.comm.buckets import ddp_modules
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, EpochSuperseded, UserError
 from planaria.runtime import durable, hooks
@@ -40,7 +41,7 @@ from planaria.runtime.messages import (
     Stop,
 )
 from planaria.runtime.protection import Protection, begin_epoch
-from planaria.runtime.recovery import BuildAgain, Clock, Recovery, ddp_modules
+from planaria.runtime.recovery import BuildAgain, Clock, Recovery
 from planaria.runtime.seat import Seat
 from planaria.runtime.tally import SAMPLES, Tally
 
@@ -63,6 +64,8 @@ class Engine:
         self.tally = Tally()
         self.generation: int | None = None
         """The state in the model is that of this generation; None before the first build is done."""
+        self.first: int | None = None
+        """Generation that the run began with in these processes (see ``Report``)."""
         self.dirty = False
         """An optimizer has begun to change that state."""
         self.started = False
@@ -224,7 +227,7 @@ class Engine:
                 raise
             self.domain.rest()
         else:
-            self.generation = found or 0
+            self.generation = self.first = found or 0
             return True
         self._forget()
         return False
@@ -242,7 +245,7 @@ class Engine:
         self.domain.discard()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.generation = None
+        self.generation = self.first = None
         self.tally = Tally()
 
     @property

@@ -77,6 +77,8 @@ class Report(Message, frozen=True):
     unsent_bytes: int = 0
     bucket_orders: dict[str, tuple[int, ...]] = {}
     """Per DDP module that has re-cut its buckets: order of parameter indices."""
+    first: int | None = None
+    """Generation that the run began with in these processes: 0, or that of a durable checkpoint."""
     groups: tuple[str, ...] = ()
     """Names of the process groups this worker is a member of, in order of creation."""
     max_redo: int = 2
@@ -283,12 +285,16 @@ class Plan(Message, frozen=True):
     """Who keeps the copy of each shard from now on; empty in a world of one without spares."""
     transfers: tuple[Transfer, ...]
     bucket_orders: dict[str, tuple[int, ...]]
+    """Of each DDP module that has re-cut its buckets at ``generation``; the others have the cut that
+    they were built with."""
     lost: tuple[Shard, ...]
     redone: int
     """Steps that are done again, the interrupted one included."""
     reason: str
     rollback: bool = False
     """True where ``generation`` must be read from the durable checkpoint on disk."""
+    first: int | None = None
+    """As in :class:`Report`: the step after it is the first that these processes take."""
     keepers: tuple[Owner, ...] = ()
     """Holders that own no shard: in a world of one, the spare that keeps the copy."""
     committed: int | None = None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from planaria.comm import buckets
 from planaria.comm.domain import Mode
@@ -98,6 +97,7 @@ class Recovery:
             held=engine.protection.held(),
             replica_sets=engine.protection.replica_sets(),
             bucket_orders=orders,
+            first=engine.first,
             groups=tuple(engine.domain.handles),
             max_redo=engine.max_redo,
             attempted=engine.attempting,
@@ -129,7 +129,7 @@ class Recovery:
             raise BuildAgain(plan)
         engine.protection.enter(plan)
         if engine.domain.epoch != plan.epoch or engine.domain.mode is not Mode.LIVE:
-            self._align(plan.bucket_orders)
+            self._align(plan)
             engine.domain.rebuild(plan.epoch)
         clock.lap("rebuild")
         if plan.rollback:
@@ -148,6 +148,8 @@ class Recovery:
 
     def _resume(self, plan: Plan, generation: int, clock: Clock) -> None:
         engine = self._engine
+        if engine.first is None:
+            engine.first = plan.first if plan.first is not None else generation
         engine.stand_at(generation, plan)
         self._verify(plan)
         clock.lap("verify")
@@ -155,11 +157,14 @@ class Recovery:
             Restored(epoch=plan.epoch, generation=generation, phases=dict(clock.phases))
         )
 
-    def _align(self, orders: Mapping[str, tuple[int, ...]]) -> None:
+    def _align(self, plan: Plan) -> None:
+        """Bring the buckets of DDP modules to the cut that an undisturbed run has now."""
         with self._alone():
             for name, ddp in self._engine.ddp_modules().items():
-                if name in orders:
-                    buckets.align(ddp, orders[name])
+                if plan.generation == plan.first:
+                    buckets.begin_anew(ddp)
+                elif name in plan.bucket_orders:
+                    buckets.align(ddp, plan.bucket_orders[name])
 
     def _restore(self, plan: Plan, clock: Clock) -> None:
         engine = self._engine
@@ -194,13 +199,3 @@ class Recovery:
                 f"{engine.shard} (generation {engine.generation}): this is a defect of Planaria; "
                 "start the run again from its durable checkpoint"
             )
-
-
-def ddp_modules(modules: Mapping[str, torch.nn.Module]) -> dict[str, DistributedDataParallel]:
-    """DDP modules among the parts, by part and path."""
-    found: dict[str, DistributedDataParallel] = {}
-    for part, module in modules.items():
-        for path, inner in module.named_modules():
-            if isinstance(inner, DistributedDataParallel):
-                found[f"{part}.{path}" if path else part] = inner
-    return found

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -88,3 +92,60 @@ def test_an_empty_data_set_is_an_error_and_not_an_endless_loop() -> None:
     with pytest.raises(DataError) as caught:
         next(Batches(loader(0)))
     assert str(caught.value) == "the loader gave no batch in epoch 1: its data set is empty"
+
+
+def test_a_loader_with_forked_workers_is_refused() -> None:
+    forked = StatefulDataLoader([1, 2], num_workers=2, multiprocessing_context="fork")
+    with pytest.raises(UserError) as caught:
+        Batches(forked)
+    assert str(caught.value) == (
+        "Batches got a StatefulDataLoader whose 2 worker processes are forked from a process with "
+        "threads, may hang, and keep its connections open after it has died: give the loader "
+        'multiprocessing_context="forkserver"'
+    )
+
+
+OWNER = """
+import os, time
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from planaria import Batches
+
+class Pids(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return os.getpid(), os.environ.get("FIRST", "")
+
+def first(number):
+    os.environ["FIRST"] = f"init {number}"
+
+if __name__ == "__main__":
+    loader = StatefulDataLoader(
+        Pids(), batch_size=None, num_workers=1, worker_init_fn=first,
+        multiprocessing_context="forkserver",
+    )
+    print(*next(Batches(loader)), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_of_a_loader_end_with_the_process_that_owns_it(tmp_path: Path) -> None:
+    """Nothing else would end them: they and their fork server would keep each other alive."""
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    owner = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    pid, said = owner.stdout.readline().strip().split(" ", 1)
+    assert said == "init 0"
+    process = psutil.Process(int(pid))
+    server = process.parent()
+    assert server is not None
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    gone, alive = psutil.wait_procs([process, server], timeout=20)
+    assert {p.pid for p in gone} == {process.pid, server.pid}, alive

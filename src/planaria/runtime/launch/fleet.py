@@ -155,7 +155,8 @@ class Fleet:
             self._forking.kill()
 
     def _fork(self, task: worker.Task) -> tuple[BaseProcess, int]:
-        resource_tracker.ensure_running()
+        with _without_warning():
+            resource_tracker.ensure_running()
         # Inherited by the server: a Ctrl-C during its imports would end it with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         process = self._context.Process(
@@ -194,6 +195,19 @@ def _without_main() -> Generator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _without_warning() -> Generator[None]:
+    """Have the tracker clean up after killed workers without a word on the user's terminal.
+
+    It takes its warning filters from ours when it is started.
+    """
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    try:
+        yield
+    finally:
+        sys.warnoptions.pop()
 
 
 @contextlib.contextmanager

@@ -163,6 +163,9 @@ def _prepare(task: Task) -> None:
         os.environ.pop(name, None)
     os.environ.update(task.environment)
     sys.argv = [task.script or (task.function or ("-",))[0], *task.arguments]
+    # For the server that a data loader of the script starts: its workers are forks then, and do not
+    # import torch each.
+    forkserver.set_forkserver_preload(["torch.utils.data", "torchdata.stateful_dataloader"])
     _touch(task.threads)
 
 
