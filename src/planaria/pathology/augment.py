@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from planaria.errors import ConfigError, DataError
 
@@ -48,12 +48,12 @@ def crop_at(x_B3HW: Tensor, *, offsets_B2: Tensor, config: CropConfig) -> Tensor
         )
     if tuple(offsets_B2.shape) != (batch, 2):
         raise DataError(f"offsets are {tuple(offsets_B2.shape)}; expected ({batch}, 2)")
-    if batch and not (0 <= int(offsets_B2.min()) and int(offsets_B2.max()) <= 2 * config.pad):
+    if batch and not (int(offsets_B2.min()) >= 0 and int(offsets_B2.max()) <= 2 * config.pad):
         raise DataError(f"an offset is outside 0 to {2 * config.pad}")
     mode = "reflect" if config.fill == "reflect" else "constant"
     pad = config.pad
     source = x_B3HW if x_B3HW.is_floating_point() else x_B3HW.to(torch.float32)
-    padded = F.pad(source, (pad, pad, pad, pad), mode=mode).to(x_B3HW.dtype)
+    padded = functional.pad(source, (pad, pad, pad, pad), mode=mode).to(x_B3HW.dtype)
     rows = offsets_B2[:, :1] + torch.arange(height)
     columns = offsets_B2[:, 1:] + torch.arange(width)
     index = torch.arange(batch)[:, None, None]

@@ -169,7 +169,6 @@ def fixed_board(stack: NDArray[np.uint8], *, config: BoardConfig, shift: int = 0
     return assemble(tiles, places=places, config=config)
 
 
-
 def assemble(tiles: list[Pixels], *, places: NDArray[np.int64], config: BoardConfig) -> Pixels:
     """``tiles`` at ``places`` (row by row from the upper left) on a white board."""
     board = np.full((config.board_px, config.board_px, 3), 255, dtype=np.uint8)
@@ -206,4 +205,6 @@ def whole_board(slide: Slide, *, config: BoardConfig) -> Pixels:
 def _check_stack(stack: NDArray[np.uint8], *, config: BoardConfig) -> None:
     wanted = (config.px, config.px, 3)
     if stack.ndim != 4 or stack.shape[1:] != wanted:
-        raise DataError(f"tiles have shape {stack.shape}; expected [M, {', '.join(map(str, wanted))}]")
+        raise DataError(
+            f"tiles have shape {stack.shape}; expected [M, {', '.join(map(str, wanted))}]"
+        )

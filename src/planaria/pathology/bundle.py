@@ -61,7 +61,9 @@ class ModelCard:
         if not 0 < self.threshold < 1:
             raise ConfigError(f"threshold is {self.threshold}; between 0 and 1")
         if self.cuts and len(self.cuts) != self.classes - 1:
-            raise ConfigError(f"{len(self.cuts)} cuts for {self.classes} grades; one fewer is needed")
+            raise ConfigError(
+                f"{len(self.cuts)} cuts for {self.classes} grades; one fewer is needed"
+            )
 
 
 def build(card: ModelCard) -> nn.Module:
@@ -96,7 +98,9 @@ def load_bundle(folder: Path) -> tuple[ModelCard, nn.Module]:
     try:
         state: Any = torch.load(folder / "model.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises pickle's, zip's and its own errors alike
-        raise DataError(f"{folder / 'model.pt'}: cannot be read ({error}); copy it again") from error
+        raise DataError(
+            f"{folder / 'model.pt'}: cannot be read ({error}); copy it again"
+        ) from error
     _fit(model, state, folder=folder)
     return card, model.eval()
 

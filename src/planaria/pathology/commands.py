@@ -45,7 +45,11 @@ class Info:
                 slide = open_slide(path, mpp=self.mpp)
             except PlanariaError as error:
                 failed += 1
-                say(json.dumps({"path": str(path), "error": str(error)}) if self.json else str(error))
+                say(
+                    json.dumps({"path": str(path), "error": str(error)})
+                    if self.json
+                    else str(error)
+                )
                 continue
             facts = describe(slide.info)
             slide.close()

@@ -20,7 +20,23 @@ from planaria.pathology.files import atomic
 from planaria.pathology.slides import Slide, open_slide
 
 SUFFIXES = frozenset(
-    ".svs .tif .tiff .ndpi .mrxs .scn .bif .vms .vmu .svslide .dcm .png .jpg .jpeg .btf".split()
+    [
+        ".svs",
+        ".tif",
+        ".tiff",
+        ".ndpi",
+        ".mrxs",
+        ".scn",
+        ".bif",
+        ".vms",
+        ".vmu",
+        ".svslide",
+        ".dcm",
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".btf",
+    ]
 )
 """What is taken for a slide in a folder; files that are named on the command line always are."""
 
@@ -77,7 +93,9 @@ def find_slides(paths: Sequence[Path]) -> list[Path]:
         else:
             raise DataError(f"{path}: no such slide or folder; check the path")
     if not found:
-        raise DataError(f"no slides in {', '.join(map(str, paths))}; expected files such as .svs, .tiff")
+        raise DataError(
+            f"no slides in {', '.join(map(str, paths))}; expected files such as .svs, .tiff"
+        )
     names = Counter(path.stem for path in found)
     for name, count in names.items():
         if count > 1:
@@ -115,7 +133,9 @@ def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, flo
             value = float("nan")
         wrong = refuse(value, value)
         if wrong is not None:
-            raise DataError(f"{path.name}: line {number}: {row['mpp']!r}: {wrong}; give µm per pixel")
+            raise DataError(
+                f"{path.name}: line {number}: {row['mpp']!r}: {wrong}; give µm per pixel"
+            )
         table[name] = value
     return table, notes
 

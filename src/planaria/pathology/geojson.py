@@ -96,7 +96,9 @@ def _cell(heat: HeatMap, column: int, row: int, shift: tuple[int, int]) -> BaseG
     left, top = heat.grid.place(column, row)
     right, bottom = heat.grid.place(column + 1, row + 1)
     return shapely.box(
-        round(left) - shift[0], round(top) - shift[1], round(right) - shift[0],
+        round(left) - shift[0],
+        round(top) - shift[1],
+        round(right) - shift[0],
         round(bottom) - shift[1],
     )
 

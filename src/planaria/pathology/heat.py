@@ -104,7 +104,9 @@ def load_heat(path: Path) -> HeatMap:
         with np.load(path, allow_pickle=False) as file:
             values, facts = file["values"], json.loads(str(file["facts"]))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path}: not a heat-map ({error}); make it with 'slide predict'") from error
+        raise DataError(
+            f"{path}: not a heat-map ({error}); make it with 'slide predict'"
+        ) from error
     grid: dict[str, Any] = facts.pop("grid")
     return HeatMap(values=values, grid=Grid(**grid), **facts)
 

@@ -123,6 +123,6 @@ def _check(output: Tensor, grade_N: Tensor, *, classes: int, strength: float) ->
             f"outputs {tuple(output.shape)} and grades {tuple(grade_N.shape)} do not pair; grades "
             "are one integer per sample"
         )
-    if grade_N.numel() and not (0 <= int(grade_N.min()) and int(grade_N.max()) < classes):
+    if grade_N.numel() and not (int(grade_N.min()) >= 0 and int(grade_N.max()) < classes):
         worst = int(grade_N.max()) if int(grade_N.max()) >= classes else int(grade_N.min())
         raise DataError(f"grade {worst} is outside 0 to {classes - 1}; check the labels")

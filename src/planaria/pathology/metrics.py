@@ -85,9 +85,9 @@ class Centres:
     centres: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def binary_report(truth: ArrayLike, probability: ArrayLike, *, threshold: float = 0.5) -> (
-    BinaryReport
-):
+def binary_report(
+    truth: ArrayLike, probability: ArrayLike, *, threshold: float = 0.5
+) -> BinaryReport:
     """The measures of ``probability`` (0 to 1) against ``truth`` (0 or 1), pooled over samples."""
     y, p = _pair(truth, probability)
     if not np.isin(y, (0, 1)).all():
@@ -118,7 +118,9 @@ def auc(truth: ArrayLike, score: ArrayLike) -> float:
     y, s = _pair(truth, score)
     if len(np.unique(y)) < 2:
         warnings.warn(
-            f"AUC of {len(y)} samples of one class is not defined: NaN", OneClassWarning, stacklevel=2
+            f"AUC of {len(y)} samples of one class is not defined: NaN",
+            OneClassWarning,
+            stacklevel=2,
         )
         return math.nan
     return float(sk.roc_auc_score(y, s))
@@ -202,9 +204,7 @@ def bootstrap(
     return Interval(value=value, low=float(low), high=float(high), level=level, groups=len(names))
 
 
-def by_centre(
-    report: Callable[..., Any], *samples: ArrayLike, centres: ArrayLike
-) -> Centres:
+def by_centre(report: Callable[..., Any], *samples: ArrayLike, centres: ArrayLike) -> Centres:
     """``report(*samples)`` over everything and for each centre, as dictionaries."""
     arrays = [np.asarray(sample) for sample in samples]
     where = np.asarray(centres)

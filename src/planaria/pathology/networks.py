@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from monai.networks.nets.efficientnet import EfficientNet, MBConvBlock
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from planaria.errors import ConfigError
 
@@ -106,7 +106,7 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x_BChw: Tensor) -> Tensor:
         """The gated feature map."""
-        gate = torch.sigmoid(self.expand(F.relu(self.reduce(x_BChw.mean(dim=(2, 3))))))
+        gate = torch.sigmoid(self.expand(functional.relu(self.reduce(x_BChw.mean(dim=(2, 3))))))
         return x_BChw * gate[:, :, None, None]
 
 
@@ -200,7 +200,7 @@ class BoostedEfficientNet(nn.Module):
         fc = cast("nn.Linear", self.backbone._fc)
         if not self.config.fusion:
             head = self._head(self.taps(x_B3HW)[-1])
-            return F.conv2d(head, fc.weight[:, :, None, None], fc.bias)
+            return functional.conv2d(head, fc.weight[:, :, None, None], fc.bias)
         taps = self.taps(x_B3HW)
         size = taps[0].shape[-2:]
         logits = fc.bias[None, :, None, None]
@@ -208,8 +208,8 @@ class BoostedEfficientNet(nn.Module):
         for tap in taps:
             part = fc.weight[:, start : start + tap.shape[1], None, None]
             # Nearest keeps each tap's mean where the sizes divide; the rest is rescaled.
-            contribution = F.conv2d(tap, part)
-            spread = F.interpolate(contribution, size=size, mode="nearest")
+            contribution = functional.conv2d(tap, part)
+            spread = functional.interpolate(contribution, size=size, mode="nearest")
             shift = contribution.mean(dim=(2, 3)) - spread.mean(dim=(2, 3))
             logits = logits + spread + shift[:, :, None, None]
             start += tap.shape[1]

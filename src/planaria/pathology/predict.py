@@ -128,9 +128,7 @@ def _metastasis(
     )
     grid = plan_grid(slide.info, config=cut)
     values = np.full((grid.rows, grid.columns), np.nan, dtype=np.float32)
-    stream = iterate_tiles(
-        slide, config=cut, tissue=tissue, tissue_config=tissue_config, grid=grid
-    )
+    stream = iterate_tiles(slide, config=cut, tissue=tissue, tissue_config=tissue_config, grid=grid)
     for batch in batched((tile for tile in stream if tile.kept), config.batch):
         pixels = torch.from_numpy(np.stack([tile.rgb for tile in batch]))
         probability = model(to_unit(pixels)).sigmoid().reshape(-1)
@@ -154,9 +152,7 @@ def _gleason(
     cut = TileConfig(mpp=board.mpp, px=board.px, min_tissue=config.min_tissue)
     grid = plan_grid(slide.info, config=cut)
     values = np.full((grid.rows, grid.columns), np.nan, dtype=np.float32)
-    stream = iterate_tiles(
-        slide, config=cut, tissue=tissue, tissue_config=tissue_config, grid=grid
-    )
+    stream = iterate_tiles(slide, config=cut, tissue=tissue, tissue_config=tissue_config, grid=grid)
     for tiles in batched((tile for tile in stream if tile.kept), board.tiles):
         for tile, value in zip(tiles, _tile_grades(tiles, card, model, board), strict=True):
             values[tile.row, tile.column] = value

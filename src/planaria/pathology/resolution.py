@@ -103,8 +103,10 @@ def openslide_candidates(properties: Mapping[str, str]) -> list[tuple[str, float
     pairs = (
         ("openslide.mpp-x", "openslide.mpp-y"),
         ("aperio.MPP", "aperio.MPP"),
-        ("mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_X",)
-        + ("mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_Y",),
+        (
+            "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_X",
+            "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_Y",
+        ),
         ("hamamatsu.XResolution", "hamamatsu.YResolution"),
     )
     found: list[tuple[str, float, float]] = []

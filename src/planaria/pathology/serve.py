@@ -136,7 +136,7 @@ class Viewer:
         )
         return (
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Slides</title>'
-            '<style>body{font:16px/1.6 system-ui,sans-serif;margin:2rem;max-width:50rem}</style>'
+            "<style>body{font:16px/1.6 system-ui,sans-serif;margin:2rem;max-width:50rem}</style>"
             f"<h1>Slides</h1><ul>{rows}</ul><p>{DISCLAIMER}</p></html>"
         )
 

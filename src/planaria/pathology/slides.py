@@ -94,9 +94,11 @@ class SlideInfo:
         """The resolution; DataError with the whole chain of refusals where there is none."""
         if self.choice.resolution is not None:
             return self.choice.resolution
-        hint = f"; its {self.objective:g}x objective suggests {10 / self.objective:.2g} µm/px" if (
-            self.objective
-        ) else ""
+        hint = (
+            f"; its {self.objective:g}x objective suggests {10 / self.objective:.2g} µm/px"
+            if (self.objective)
+            else ""
+        )
         raise DataError(
             f"{self.path.name}: no usable resolution ({self.choice.reason}){hint}; "
             "state it with --mpp or in the --mpp-csv table"
@@ -375,7 +377,9 @@ def _unreadable(path: Path, error: Exception) -> str:
             f"{path.name}: no reader knows this file; slides are SVS, NDPI, MRXS, SCN, BIF, DICOM, "
             "TIFF, PNG or JPEG"
         )
-    return f"{path.name}: cannot be opened ({error}); the file is truncated or damaged: copy it again"
+    return (
+        f"{path.name}: cannot be opened ({error}); the file is truncated or damaged: copy it again"
+    )
 
 
 def _head(path: Path) -> bytes:

@@ -155,8 +155,8 @@ def _refuse_page(path: Path, page: tifffile.TiffPage) -> None:
         )
     if page.planarconfig != tifffile.PLANARCONFIG.CONTIG:
         raise DataError(f"{name}: planes stored apart; save it with interleaved RGB")
-    segment = page.tilewidth * page.tilelength if page.is_tiled else (
-        page.imagewidth * page.rowsperstrip
+    segment = (
+        page.tilewidth * page.tilelength if page.is_tiled else (page.imagewidth * page.rowsperstrip)
     )
     if segment > MAX_SEGMENT_PIXELS:
         raise DataError(

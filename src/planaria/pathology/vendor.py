@@ -58,9 +58,9 @@ def fetch(target: Path) -> list[Path]:
                 timeout=120,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            raise RunError(f"npm pack openseadragon@{VERSION} failed ({error}); is npm there?") from (
-                error
-            )
+            raise RunError(
+                f"npm pack openseadragon@{VERSION} failed ({error}); is npm there?"
+            ) from (error)
         archive = Path(scratch) / f"openseadragon-{VERSION}.tgz"
         return unpack(archive, target=target)
 

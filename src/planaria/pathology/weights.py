@@ -60,7 +60,9 @@ def load_weights(net: BoostedEfficientNet, source: str | Path) -> Loaded:
     """
     path = lite0_path() if source == "lite0" else Path(source)
     if source == "lite0" and not net.config.lite:
-        raise ConfigError("lite0 weights need NetworkConfig(lite=True): no squeeze-excitation, ReLU6")
+        raise ConfigError(
+            "lite0 weights need NetworkConfig(lite=True): no squeeze-excitation, ReLU6"
+        )
     if not path.is_file():
         raise DataError(f"{path}: no such weight file; give a .pt or .pth, or 'lite0'")
     raw = _read(path)

@@ -60,7 +60,9 @@ def test_eight_turns() -> None:
     ways = turn(image, ways_B=torch.arange(8))
     assert len({way.numpy().tobytes() for way in ways}) == 8
     assert torch.equal(ways[0], image[0])
-    many = random_turn(image[:1].expand(500, -1, -1, -1), generator=torch.Generator().manual_seed(0))
+    many = random_turn(
+        image[:1].expand(500, -1, -1, -1), generator=torch.Generator().manual_seed(0)
+    )
     assert len({way.numpy().tobytes() for way in many}) == 8
 
 
@@ -75,7 +77,9 @@ def test_a_change_of_stain_leaves_glass_white() -> None:
 
 def test_errors() -> None:
     x = torch.zeros(2, 3, 40, 40)
-    with pytest.raises(DataError, match="images of 40x40 px lose their centre of 32 px by a crop with"):
+    with pytest.raises(
+        DataError, match="images of 40x40 px lose their centre of 32 px by a crop with"
+    ):
         crop_at(x, offsets_B2=torch.zeros(2, 2, dtype=torch.long), config=CropConfig())
     x = torch.zeros(2, 3, 96, 96)
     with pytest.raises(DataError, match=r"offsets are \(1, 2\); expected \(2, 2\)"):

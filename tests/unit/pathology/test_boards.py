@@ -46,9 +46,7 @@ def test_a_test_board_is_the_best_tiles_in_order_without_chance() -> None:
 
 def test_a_training_board_draws_tiles_places_and_ways() -> None:
     tiles = stack(14)
-    boards = [
-        random_board(tiles, config=SMALL, rng=np.random.default_rng(i)) for i in range(200)
-    ]
+    boards = [random_board(tiles, config=SMALL, rng=np.random.default_rng(i)) for i in range(200)]
     drawn = [set(reds(board)) for board in boards]
     assert all(len(numbers) == 9 for numbers in drawn)
     assert set.union(*drawn) == set(range(14))

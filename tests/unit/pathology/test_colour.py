@@ -100,4 +100,6 @@ def test_errors() -> None:
         RunningStatistics().result()
     with pytest.raises(DataError, match=r"images are torch.float32 \(1, 3, 4, 4\); expected uint8"):
         to_unit(torch.zeros(1, 3, 4, 4))
-    assert to_unit(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8)).tolist() == [[[[1.0] * 2] * 2] * 3]
+    assert to_unit(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8)).tolist() == [
+        [[[1.0] * 2] * 2] * 3
+    ]

@@ -64,9 +64,15 @@ def test_a_folder_with_broken_slides(tmp_path: Path) -> None:
         rows = {row["slide"]: row for row in csv.DictReader(file)}
     statuses = {name: row["status"] for name, row in rows.items()}
     assert statuses == {
-        "cut.tif": "failed", "deep.tif": "failed", "good.tif": "done", "grey.png": "failed",
-        "nonsense.tif": "failed", "silent.tif": "failed", "tiny.tif": "done",
-        "unscanned.tif": "empty", "white.tif": "empty",
+        "cut.tif": "failed",
+        "deep.tif": "failed",
+        "good.tif": "done",
+        "grey.png": "failed",
+        "nonsense.tif": "failed",
+        "silent.tif": "failed",
+        "tiny.tif": "done",
+        "unscanned.tif": "empty",
+        "white.tif": "empty",
     }
     assert "deep.tif: 16 bits per sample" in rows["deep.tif"]["detail"]
     assert "352.8 µm/px is outside 0.05 to 20" in rows["nonsense.tif"]["detail"]
@@ -103,7 +109,10 @@ def test_the_table_of_resolutions(tmp_path: Path) -> None:
     assert notes == ["mpp.csv: line 4: no slide is named 'zebra'"]
     for text, said in (
         ("slide,mpp\na,0.25\na.tif,0.3\n", "mpp.csv: line 3: 'a.tif' stands twice; keep one"),
-        ("slide,mpp\na,fine\n", "mpp.csv: line 2: 'fine': nan x nan µm/px is not a number; give µm"),
+        (
+            "slide,mpp\na,fine\n",
+            "mpp.csv: line 2: 'fine': nan x nan µm/px is not a number; give µm",
+        ),
         ("slide,mpp\na,352\n", "mpp.csv: line 2: '352': 352 µm/px is outside 0.05 to 20"),
         ("name,mpp\na,0.25\n", "mpp.csv: columns are ['name', 'mpp']; needs slide and mpp"),
     ):
@@ -119,8 +128,14 @@ def test_a_slide_that_says_nothing_is_helped_by_the_table(tmp_path: Path) -> Non
     (tmp_path / "mpp.csv").write_text("slide,mpp\nsilent,0.5\n")
     lines: list[str] = []
     arguments = [
-        "tile", str(tmp_path / "silent.tif"), "--out", str(tmp_path / "out"), "--px", "128",
-        "--mpp-csv", str(tmp_path / "mpp.csv"),
+        "tile",
+        str(tmp_path / "silent.tif"),
+        "--out",
+        str(tmp_path / "out"),
+        "--px",
+        "128",
+        "--mpp-csv",
+        str(tmp_path / "mpp.csv"),
     ]
     assert main(arguments) == 0
     assert (tmp_path / "out" / "silent" / "silent.h5").is_file()
@@ -138,7 +153,7 @@ def test_find_slides(tmp_path: Path) -> None:
         find_slides([tmp_path / "absent"])
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(DataError, match="no slides in .*empty; expected files such as"):
+    with pytest.raises(DataError, match=r"no slides in .*empty; expected files such as"):
         find_slides([empty])
 
 
@@ -152,11 +167,16 @@ def test_predict_writes_everything_and_stays_in_its_folder(
     )
     assert command.run(lines.append) == 0
     assert lines[-2:] == [
-        "2 slides: 1 done, 0 unchanged, 1 empty, 0 failed", "Research software. Not for diagnosis.",
+        "2 slides: 1 done, 0 unchanged, 1 empty, 0 failed",
+        "Research software. Not for diagnosis.",
     ]
     folder = tmp_path / "out" / cmu.stem
     assert {p.name for p in folder.iterdir()} == {
-        f"{cmu.stem}.geojson", "heat.csv", "heat.npz", "index.html", "overview.png",
+        f"{cmu.stem}.geojson",
+        "heat.csv",
+        "heat.npz",
+        "index.html",
+        "overview.png",
         "prediction.json",
     }
     facts = json.loads((folder / "prediction.json").read_text())

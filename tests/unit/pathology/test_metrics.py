@@ -50,7 +50,9 @@ def test_one_class_sets_are_defined() -> None:
     assert math.isnan(report.auc)
     assert math.isnan(report.specificity)
     assert (report.sensitivity, report.balanced_accuracy, report.accuracy) == (0.5, 0.5, 0.5)
-    with pytest.warns(OneClassWarning, match="kappa of 3 samples that all have grade 2 is set to 1.0"):
+    with pytest.warns(
+        OneClassWarning, match="kappa of 3 samples that all have grade 2 is set to 1.0"
+    ):
         assert kappa([2, 2, 2], [2, 2, 2], classes=6) == 1.0
     # One class on one side only: chance agreement exists, and kappa is 0.
     assert kappa([2, 2, 2], [1, 2, 3], classes=6) == 0.0
@@ -87,11 +89,15 @@ def test_bootstrap_draws_slides() -> None:
 
 
 def test_too_few_groups_for_an_interval() -> None:
-    with pytest.raises(DataError, match="2 groups are too few for an interval; it needs at least 5"):
+    with pytest.raises(
+        DataError, match="2 groups are too few for an interval; it needs at least 5"
+    ):
         bootstrap(auc, [0, 0, 1], [0.1, 0.2, 0.3], groups=["a", "a", "b"], draws=100)
-    with pytest.raises(DataError, match="of 100 bootstrap draws hold both classes; the 5 groups are"):
+    with pytest.raises(
+        DataError, match="of 100 bootstrap draws hold both classes; the 5 groups are"
+    ):
         bootstrap(lambda y, p: float("nan"), [0] * 5, [0.1] * 5, groups=range(5), draws=100)
-    with pytest.raises(ConfigError, match="draws is 1 and level 0.95; at least 10"):
+    with pytest.raises(ConfigError, match=r"draws is 1 and level 0.95; at least 10"):
         bootstrap(auc, [0, 1], [0, 1], groups=[0, 1], draws=1)
 
 

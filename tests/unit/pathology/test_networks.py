@@ -14,7 +14,9 @@ from planaria.pathology.weights import load_weights
 SMALL = {"width": 0.25, "depth": 0.5}
 
 
-@pytest.mark.parametrize(("backbone", "width"), [("b0", 496), ("b1", 496), ("b2", 544), ("b3", 600)])
+@pytest.mark.parametrize(
+    ("backbone", "width"), [("b0", 496), ("b1", 496), ("b2", 544), ("b3", 600)]
+)
 def test_fused_widths_are_those_of_the_paper(backbone: str, width: int) -> None:
     with torch.device("meta"):
         net = BoostedEfficientNet(NetworkConfig(backbone=backbone, attention=True, fusion=True))
@@ -143,18 +145,20 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     net = BoostedEfficientNet(NetworkConfig(**SMALL))
     other = BoostedEfficientNet(NetworkConfig(width=0.5, depth=0.5))
     torch.save(other.state_dict(), tmp_path / "wide.pt")
-    with pytest.raises(DataError, match=r"wide.pt: does not fit: backbone._conv_stem.weight is \(8, 3"):
+    with pytest.raises(
+        DataError, match=r"wide.pt: does not fit: backbone._conv_stem.weight is \(8, 3"
+    ):
         load_weights(net, tmp_path / "wide.pt")
     torch.save({"x": torch.zeros(1)}, tmp_path / "x.pt")
     with pytest.raises(DataError, match="unknown weights: keys such as x; known are"):
         load_weights(net, tmp_path / "x.pt")
     torch.save([1], tmp_path / "list.pt")
-    with pytest.raises(DataError, match="list.pt: holds no state_dict"):
+    with pytest.raises(DataError, match=r"list.pt: holds no state_dict"):
         load_weights(net, tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no")
-    with pytest.raises(DataError, match="text.pt: not a weight file"):
+    with pytest.raises(DataError, match=r"text.pt: not a weight file"):
         load_weights(net, tmp_path / "text.pt")
-    with pytest.raises(DataError, match="absent.pt: no such weight file; give a .pt or .pth"):
+    with pytest.raises(DataError, match=r"absent.pt: no such weight file; give a .pt or .pth"):
         load_weights(net, tmp_path / "absent.pt")
     with pytest.raises(ConfigError, match=r"lite0 weights need NetworkConfig\(lite=True\)|lite0"):
         load_weights(net, "lite0")

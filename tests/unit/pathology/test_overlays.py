@@ -160,11 +160,16 @@ def test_round_trip_and_csv(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 9
     assert rows[1] == {
-        "slide": "a.svs", "column": "1", "row": "0", "x": "1256", "y": "500", "side": "256",
+        "slide": "a.svs",
+        "column": "1",
+        "row": "0",
+        "x": "1256",
+        "y": "500",
+        "side": "256",
         "probability of tumour": "0.800000",
     }
     (tmp_path / "x.npz").write_text("no")
-    with pytest.raises(DataError, match="x.npz: not a heat-map"):
+    with pytest.raises(DataError, match=r"x.npz: not a heat-map"):
         load_heat(tmp_path / "x.npz")
     with pytest.raises(DataError, match=r"values are \(1, 1\); the grid has \(3, 5\)"):
         HeatMap(values=np.zeros((1, 1), np.float32), grid=GRID, low=0, high=1, label="p")

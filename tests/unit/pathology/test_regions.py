@@ -92,9 +92,9 @@ def test_a_thumbnail_fits_and_says_its_scale(cmu: Path) -> None:
 def test_errors(tmp_path: Path) -> None:
     path = write_pyramid(tmp_path / "a.tif", coordinates(100, 60), mpp=None, downsamples=())
     slide = open_slide(path)
-    with pytest.raises(DataError, match="a.tif: no usable resolution"):
+    with pytest.raises(DataError, match=r"a.tif: no usable resolution"):
         read_tile(slide, x=0, y=0, mpp=0.5, px=64)
-    with pytest.raises(ConfigError, match="a tile of 0 px at 0.5 µm/px: both must be positive"):
+    with pytest.raises(ConfigError, match=r"a tile of 0 px at 0.5 µm/px: both must be positive"):
         read_tile(slide, x=0, y=0, mpp=0.5, px=0)
     with pytest.raises(ConfigError, match="both must be positive"):
         read_region(slide, x=0, y=0, extent=(0, 1), size=(1, 1))

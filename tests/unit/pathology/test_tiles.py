@@ -90,7 +90,12 @@ def test_csv_rows(tmp_path: Path) -> None:
     with (tmp_path / "a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert rows[0] == {
-        "slide": "a.tif", "x": "0", "y": "0", "side": "128", "mpp": "0.5", "tissue": "1.0000",
+        "slide": "a.tif",
+        "x": "0",
+        "y": "0",
+        "side": "128",
+        "mpp": "0.5",
+        "tissue": "1.0000",
     }
     assert len(rows) == 8  # 3 x 3 tiles on 300 px of tissue, the corner with 12 % left out
     slide.close()
@@ -99,8 +104,14 @@ def test_csv_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("length", "overlap", "edge", "count"),
     [
-        (768, 0, "pad", 3), (769, 0, "pad", 4), (767, 0, "drop", 2), (768, 0, "drop", 3),
-        (768, 128, "pad", 5), (768, 128, "drop", 5), (255, 0, "drop", 0), (1, 0, "pad", 1),
+        (768, 0, "pad", 3),
+        (769, 0, "pad", 4),
+        (767, 0, "drop", 2),
+        (768, 0, "drop", 3),
+        (768, 128, "pad", 5),
+        (768, 128, "drop", 5),
+        (255, 0, "drop", 0),
+        (1, 0, "pad", 1),
     ],
 )
 def test_how_many_tiles_fit(
@@ -119,7 +130,9 @@ def test_an_offset_moves_the_grid_and_still_covers(cmu: Path) -> None:
     assert grid.x == pytest.approx(-0.5 * grid.step)
     assert grid.x + grid.columns * grid.step >= 2220
     assert grid.y + grid.rows * grid.step >= 2967
-    with pytest.raises(ConfigError, match="offset is .*; both parts must be 0 or more and below 1"):
+    with pytest.raises(
+        ConfigError, match=r"offset is .*; both parts must be 0 or more and below 1"
+    ):
         plan_grid(slide.info, config=TileConfig(), offset=(1.0, 0))
     slide.close()
 
@@ -127,14 +140,14 @@ def test_an_offset_moves_the_grid_and_still_covers(cmu: Path) -> None:
 @pytest.mark.parametrize(
     ("tissue", "pen", "sharp", "word"),
     [
-        (0.9, 0.0, 300, "tissue"), (0.9, 0.2, 300, "pen"), (0.1, 0.0, 300, "little tissue"),
+        (0.9, 0.0, 300, "tissue"),
+        (0.9, 0.2, 300, "pen"),
+        (0.1, 0.0, 300, "little tissue"),
         (0.9, 0.0, 2, "blurred"),
     ],
 )
 def test_why_a_tile_is_kept(tissue: float, pen: float, sharp: float, word: str) -> None:
-    kept, reason = judge(
-        tissue, pen, sharp, config=TileConfig(), tissue_config=TissueConfig()
-    )
+    kept, reason = judge(tissue, pen, sharp, config=TileConfig(), tissue_config=TissueConfig())
     assert (kept, reason) == (word == "tissue", word)
 
 

@@ -136,7 +136,9 @@ def test_a_sliver_of_tissue_under_a_tile_counts() -> None:
 
 
 def test_configuration_errors() -> None:
-    with pytest.raises(ConfigError, match="saturation_floor 0.3 and saturation_ceiling 0.15 must be"):
+    with pytest.raises(
+        ConfigError, match=r"saturation_floor 0.3 and saturation_ceiling 0.15 must be"
+    ):
         TissueConfig(saturation_floor=0.3)
     with pytest.raises(ConfigError, match="mpp is 0; it must be positive"):
         TissueConfig(mpp=0)

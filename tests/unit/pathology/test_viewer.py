@@ -33,9 +33,7 @@ def openseadragon() -> None:
 
 
 @pytest.fixture(scope="module")
-def results(
-    cmu: Path, metastasis_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def results(cmu: Path, metastasis_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results")
     Predict(slides=(cmu,), model=metastasis_model, out=out, page_px=1024).run(lambda line: None)
     return out
@@ -132,9 +130,7 @@ def test_tiles_of_a_pyramid_fit_together(cmu: Path) -> None:
     assert len([p for p in places if p[0] == 12]) == 9 * 12
     tile = pyramid_tile(slide, pyramid=pyramid, level=12, column=8, row=11)
     assert tile.shape == (2967 - 11 * 256, 2220 - 8 * 256, 3)
-    np.testing.assert_array_equal(
-        tile, slide.read(0, x=2048, y=2816, width=172, height=151)
-    )
+    np.testing.assert_array_equal(tile, slide.read(0, x=2048, y=2816, width=172, height=151))
     with pytest.raises(DataError, match="level 13 is outside 8 to 12 of the page"):
         pyramid_tile(slide, pyramid=pyramid, level=13, column=0, row=0)
     with pytest.raises(DataError, match=r"tile \(9, 0\) is outside level 12 of 2220x2967 px"):
@@ -162,7 +158,10 @@ def test_the_server_answers_only_what_it_has(results: Path, cmu: Path) -> None:
             assert reply.headers["Content-Type"] == "image/jpeg"
             assert Image.open(io.BytesIO(reply.read())).size == (256, 256)
         for path in (
-            "../../etc/passwd", "x/", f"{cmu.stem}/tiles/99/0_0.jpg", f"{cmu.stem}/heat.npz",
+            "../../etc/passwd",
+            "x/",
+            f"{cmu.stem}/tiles/99/0_0.jpg",
+            f"{cmu.stem}/heat.npz",
         ):
             with pytest.raises(urllib.error.HTTPError) as error:
                 urllib.request.urlopen(viewer.url + path)

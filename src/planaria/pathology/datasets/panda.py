@@ -43,9 +43,7 @@ SYNTHETIC = Contract(
 """For trees that :func:`planaria.pathology.synthetic.tree.write_tree` made."""
 
 
-def load_panda(
-    folder: Path, *, contract: Contract = CONTRACT
-) -> tuple[list[Record], Validation]:
+def load_panda(folder: Path, *, contract: Contract = CONTRACT) -> tuple[list[Record], Validation]:
     """The records of ``folder`` and what is wrong with them; nothing is left out or repaired.
 
     A grade that does not follow from its Gleason score is an error, except for the one case known in
@@ -83,9 +81,11 @@ def load_panda(
             problems.append(f"{where}: data_provider {row['data_provider']!r} is not known")
     images = folder / "train_images"
     known = {record.id for record in records}
-    extra = sorted(p.stem for p in images.glob("*.tiff") if p.stem not in known) if (
-        images.is_dir()
-    ) else []
+    extra = (
+        sorted(p.stem for p in images.glob("*.tiff") if p.stem not in known)
+        if (images.is_dir())
+        else []
+    )
     if extra:
         remarks.append(f"{len(extra)} images without a row, {extra[0]} first: left out")
     found = validate(records, contract=contract, problems=problems)

@@ -118,7 +118,9 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
         for number, row in enumerate(rows, start=2)
     ]
     unknown = [name for name in slides if name not in {record.id for record in records}]
-    problems = [f"patch_id_wsi.csv: id {unknown[0]!r} is not in train_labels.csv"] if unknown else []
+    problems = (
+        [f"patch_id_wsi.csv: id {unknown[0]!r} is not in train_labels.csv"] if unknown else []
+    )
     found = validate(records, contract=KAGGLE, problems=problems)
     return records, Validation(
         contract=KAGGLE,
@@ -176,7 +178,9 @@ class FilePatches:
             with Image.open(record.path) as image:
                 pixels = np.array(image.convert("RGB"))
         except (UnidentifiedImageError, OSError) as error:
-            raise DataError(f"{record.path.name}: cannot be read ({error}); copy it again") from error
+            raise DataError(
+                f"{record.path.name}: cannot be read ({error}); copy it again"
+            ) from error
         if pixels.shape != (self._px, self._px, 3):
             raise DataError(
                 f"{record.path.name}: {pixels.shape[1]}x{pixels.shape[0]} px; expected {self._px} px"
@@ -191,7 +195,9 @@ def _array(path: Path, *, key: str, shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         with h5py.File(path, "r") as file:
             if key not in file:
-                raise DataError(f"{path.name}: holds no {key!r}, only {', '.join(file) or 'nothing'}")
+                raise DataError(
+                    f"{path.name}: holds no {key!r}, only {', '.join(file) or 'nothing'}"
+                )
             data: Any = file[key]
             if tuple(data.shape[1:]) != shape:
                 raise DataError(f"{path.name}: {key} is {tuple(data.shape)}; expected (N, {shape})")

@@ -73,9 +73,9 @@ class Validation:
             raise DataError(f"{self.contract.name}: {'; '.join(self.errors[:3])}{more}")
 
 
-def validate(records: Sequence[Record], *, contract: Contract, problems: Sequence[str] = ()) -> (
-    Validation
-):
+def validate(
+    records: Sequence[Record], *, contract: Contract, problems: Sequence[str] = ()
+) -> Validation:
     """Compares ``records`` with ``contract``; ``problems`` are errors that reading already found."""
     errors = list(problems)
     ids = Counter(record.id for record in records)

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from planaria.errors import ConfigError
 from planaria.pathology.slides import Pixels
-from planaria.pathology.synthetic.paint import Canvas, Stain, blobs, draw_stain, inside, scatter, smooth
+from planaria.pathology.synthetic.paint import (
+    Canvas,
+    Stain,
+    blobs,
+    draw_stain,
+    inside,
+    scatter,
+    smooth,
+)
 
 CENTRE = 32
 """Pixels: the square in the middle that decides a patch's label. Source: PCam."""
@@ -39,7 +47,9 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         if self.px < CENTRE + 16 or not self.mpp > 0:
-            raise ConfigError(f"patches of {self.px} px at {self.mpp} µm/px; at least {CENTRE + 16}")
+            raise ConfigError(
+                f"patches of {self.px} px at {self.mpp} µm/px; at least {CENTRE + 16}"
+            )
         for name in ("likeness", "mimics", "around"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; 0 to 1")
@@ -85,9 +95,7 @@ def patch(index: int, *, seed: int = 0, config: NodeConfig | None = None) -> Pat
     )
 
 
-def tumour_mask(
-    label: int, *, config: NodeConfig, rng: np.random.Generator
-) -> NDArray[np.bool_]:
+def tumour_mask(label: int, *, config: NodeConfig, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Where tumour stands in a patch of ``label``: in the centre for 1 only, around it for both."""
     px = config.px
     low, high = (px - CENTRE) // 2, (px + CENTRE) // 2
@@ -119,7 +127,9 @@ def paint_node(
     places = scatter(shape, spacing=7.2 / config.mpp, rng=rng)
     places = places[inside(places, lymph)]
     n = len(places)
-    canvas.nuclei(places, radius=rng.normal(2.7, 0.3, n).clip(2), amount=rng.normal(1.5, 0.15, n), rng=rng)
+    canvas.nuclei(
+        places, radius=rng.normal(2.7, 0.3, n).clip(2), amount=rng.normal(1.5, 0.15, n), rng=rng
+    )
     gap = 11.5 / config.mpp
     places = scatter(shape, spacing=gap, rng=rng)
     places = places[inside(places, mimic)]

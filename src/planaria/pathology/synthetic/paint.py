@@ -143,10 +143,9 @@ class Canvas:
         """RGB [H, W, 3] by Beer and Lambert's law, with the scanner's blur and noise."""
         h = self.h * stain.strength[0]
         e = self.e * stain.strength[1]
-        density = (
-            h[..., None] * np.array(stain.haematoxylin, dtype=np.float32)
-            + e[..., None] * np.array(stain.eosin, dtype=np.float32)
-        )
+        density = h[..., None] * np.array(stain.haematoxylin, dtype=np.float32) + e[
+            ..., None
+        ] * np.array(stain.eosin, dtype=np.float32)
         light = np.array(stain.glass, dtype=np.float32) * np.exp(-density)
         light = ndimage.gaussian_filter(light, (stain.blur_px, stain.blur_px, 0))
         light += stain.noise * rng.standard_normal(light.shape, dtype=np.float32)
@@ -158,7 +157,9 @@ def scatter(
 ) -> NDArray[np.float64]:
     """Places [N, 2] (x, y) on a jittered grid of ``spacing`` px over ``shape`` (height, width)."""
     height, width = shape
-    y, x = np.mgrid[-spacing / 2 : height + spacing : spacing, -spacing / 2 : width + spacing : spacing]
+    y, x = np.mgrid[
+        -spacing / 2 : height + spacing : spacing, -spacing / 2 : width + spacing : spacing
+    ]
     x = x + (np.arange(x.shape[0]) % 2)[:, None] * spacing / 2
     xy = np.stack([x.ravel(), y.ravel()], axis=1)
     return xy + spacing * jitter * rng.uniform(-1, 1, xy.shape)
@@ -201,7 +202,9 @@ INKS: dict[str, tuple[int, int, int]] = {
 }
 
 
-def ink(rgb: Pixels, *, colour: str, width_px: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+def ink(
+    rgb: Pixels, *, colour: str, width_px: float, rng: np.random.Generator
+) -> NDArray[np.bool_]:
     """Draws a pen's stroke across ``rgb`` in place; returns where, [H, W]."""
     if colour not in INKS:
         raise ConfigError(f"ink is {colour!r}; it is one of {', '.join(INKS)}")

@@ -188,7 +188,9 @@ def _gland(
     angle = np.arctan2(dy, dx)
     waves = rng.uniform(-1, 1, 3) * wobble / 2
     phases = rng.uniform(0, 2 * np.pi, 3)
-    outline = 1 + sum(w * np.cos((k + 2) * angle + p) for k, (w, p) in enumerate(zip(waves, phases, strict=True)))
+    outline = 1 + sum(
+        w * np.cos((k + 2) * angle + p) for k, (w, p) in enumerate(zip(waves, phases, strict=True))
+    )
     folds = 1 + (0.9 * wobble) * np.cos(7 * angle + phases[0])
     distance = np.hypot(dx, dy) / (r_px * outline)
     body = distance < 1
@@ -203,7 +205,10 @@ def _gland(
         ring = radius * (0.87 - 0.24 * layer)
         count = max(int(2 * np.pi * ring / (2.6 * size)), 3)
         turn = np.linspace(0, 2 * np.pi, count, endpoint=False) + rng.uniform(0, 0.5, count)
-        shape = 1 + sum(w * np.cos((k + 2) * turn + p) for k, (w, p) in enumerate(zip(waves, phases, strict=True)))
+        shape = 1 + sum(
+            w * np.cos((k + 2) * turn + p)
+            for k, (w, p) in enumerate(zip(waves, phases, strict=True))
+        )
         places = centre + (ring / mpp * shape)[:, None] * np.stack([np.cos(turn), np.sin(turn)], 1)
         canvas.nuclei(
             places,
@@ -214,38 +219,110 @@ def _gland(
         )
 
 
-def _benign(canvas: Canvas, mask: NDArray[np.uint8], area: NDArray[np.bool_], config: BiopsyConfig, rng: np.random.Generator) -> None:
+def _benign(
+    canvas: Canvas,
+    mask: NDArray[np.uint8],
+    area: NDArray[np.bool_],
+    config: BiopsyConfig,
+    rng: np.random.Generator,
+) -> None:
     for centre in _centres(area, spacing=120, config=config, rng=rng):
         small = rng.random() < 0.3 * config.vagueness
         radius = rng.uniform(18, 26) if small else rng.uniform(32, 52)
-        _gland(canvas, mask, centre, radius=radius, lumen=0.55, wobble=0.28, value=BENIGN, layers=2, size=2.6, rng=rng)
+        _gland(
+            canvas,
+            mask,
+            centre,
+            radius=radius,
+            lumen=0.55,
+            wobble=0.28,
+            value=BENIGN,
+            layers=2,
+            size=2.6,
+            rng=rng,
+        )
 
 
-def _three(canvas: Canvas, mask: NDArray[np.uint8], area: NDArray[np.bool_], config: BiopsyConfig, rng: np.random.Generator) -> None:
+def _three(
+    canvas: Canvas,
+    mask: NDArray[np.uint8],
+    area: NDArray[np.bool_],
+    config: BiopsyConfig,
+    rng: np.random.Generator,
+) -> None:
     for centre in _centres(area, spacing=58, config=config, rng=rng):
         radius = rng.uniform(15, 24)
         if rng.random() < 0.5 * config.vagueness:
             _sieve(canvas, mask, centre, radius=radius * 1.2, value=3, holes=2, rng=rng)
             continue
-        _gland(canvas, mask, centre, radius=radius, lumen=0.45, wobble=0.08, value=3, layers=1, size=3.0, rng=rng)
+        _gland(
+            canvas,
+            mask,
+            centre,
+            radius=radius,
+            lumen=0.45,
+            wobble=0.08,
+            value=3,
+            layers=1,
+            size=3.0,
+            rng=rng,
+        )
 
 
-def _four(canvas: Canvas, mask: NDArray[np.uint8], area: NDArray[np.bool_], config: BiopsyConfig, rng: np.random.Generator) -> None:
+def _four(
+    canvas: Canvas,
+    mask: NDArray[np.uint8],
+    area: NDArray[np.bool_],
+    config: BiopsyConfig,
+    rng: np.random.Generator,
+) -> None:
     for centre in _centres(area, spacing=62, config=config, rng=rng):
         if rng.random() < 0.5 * config.vagueness:
-            _gland(canvas, mask, centre, radius=rng.uniform(16, 26), lumen=0.4, wobble=0.12, value=4, layers=1, size=3.1, rng=rng)
+            _gland(
+                canvas,
+                mask,
+                centre,
+                radius=rng.uniform(16, 26),
+                lumen=0.4,
+                wobble=0.12,
+                value=4,
+                layers=1,
+                size=3.1,
+                rng=rng,
+            )
             continue
-        _sieve(canvas, mask, centre, radius=rng.uniform(26, 40), value=4, holes=int(rng.integers(2, 6)), rng=rng)
+        _sieve(
+            canvas,
+            mask,
+            centre,
+            radius=rng.uniform(26, 40),
+            value=4,
+            holes=int(rng.integers(2, 6)),
+            rng=rng,
+        )
 
 
-def _five(canvas: Canvas, mask: NDArray[np.uint8], area: NDArray[np.bool_], config: BiopsyConfig, rng: np.random.Generator) -> None:
+def _five(
+    canvas: Canvas,
+    mask: NDArray[np.uint8],
+    area: NDArray[np.bool_],
+    config: BiopsyConfig,
+    rng: np.random.Generator,
+) -> None:
     spacing = 15 / config.mpp
     places = scatter(area.shape, spacing=spacing, rng=rng)
     places = places[inside(places, area)]
     n = len(places)
     near = ndimage.binary_dilation(area, iterations=1) & area
     canvas.e[near] *= 0.9
-    canvas.nuclei(places, radius=rng.normal(3.5, 0.6, n).clip(2), amount=rng.normal(1.3, 0.2, n), rng=rng, long=1.6, vesicular=0.3)
+    canvas.nuclei(
+        places,
+        radius=rng.normal(3.5, 0.6, n).clip(2),
+        amount=rng.normal(1.3, 0.2, n),
+        rng=rng,
+        long=1.6,
+        vesicular=0.3,
+    )
     mask[area] = 5
     for centre in _centres(area, spacing=90, config=config, rng=rng):
         if rng.random() < 0.6 * config.vagueness:
@@ -263,13 +340,30 @@ def _sieve(
     rng: np.random.Generator,
 ) -> None:
     """A solid nest full of nuclei with ``holes`` small round lumina: cribriform growth."""
-    _gland(canvas, mask, centre, radius=radius, lumen=0.0, wobble=0.2, value=value, layers=0, size=3.1, rng=rng)
+    _gland(
+        canvas,
+        mask,
+        centre,
+        radius=radius,
+        lumen=0.0,
+        wobble=0.2,
+        value=value,
+        layers=0,
+        size=3.1,
+        rng=rng,
+    )
     mpp = canvas.mpp
     reach = 2 * radius / mpp
     places = scatter((int(reach), int(reach)), spacing=8.5 / mpp, rng=rng) + centre - reach / 2
     places = places[np.hypot(*(places - centre).T) < 0.9 * radius / mpp]
     n = len(places)
-    canvas.nuclei(places, radius=rng.normal(3.1, 0.4, n).clip(2), amount=rng.normal(1.2, 0.15, n), rng=rng, vesicular=0.2)
+    canvas.nuclei(
+        places,
+        radius=rng.normal(3.1, 0.4, n).clip(2),
+        amount=rng.normal(1.2, 0.15, n),
+        rng=rng,
+        vesicular=0.2,
+    )
     height, width = canvas.shape
     for _ in range(holes):
         turn, far = rng.uniform(0, 2 * np.pi), radius * np.sqrt(rng.uniform(0, 0.45))

@@ -47,9 +47,7 @@ def write_pyramid(
     options = {"photometric": "rgb", "tile": (256, 256), "compression": "zlib", "metadata": None}
     per_cm = 1e4 / mpp
     with atomic(path) as temporary, tifffile.TiffWriter(temporary) as writer:
-        writer.write(
-            pixels, resolution=(per_cm, per_cm), resolutionunit="CENTIMETER", **options
-        )
+        writer.write(pixels, resolution=(per_cm, per_cm), resolutionunit="CENTIMETER", **options)
         for down in downsamples:
             size = (max(round(pixels.shape[1] / down), 1), max(round(pixels.shape[0] / down), 1))
             small = Image.fromarray(pixels).resize(size, Image.Resampling.BOX)

@@ -142,9 +142,7 @@ class GleasonConfig:
         if self.loss not in LOSSES:
             raise ConfigError(f"loss: {self.loss!r} is unknown; choose one of {', '.join(LOSSES)}")
         if self.dc not in CORRECTIONS:
-            raise ConfigError(
-                f"dc: {self.dc!r} is unknown; choose one of {', '.join(CORRECTIONS)}"
-            )
+            raise ConfigError(f"dc: {self.dc!r} is unknown; choose one of {', '.join(CORRECTIONS)}")
         if not self.lr > 0:
             raise ConfigError(f"lr: {self.lr} must be positive")
         if not 0 < self.momentum <= 1:

@@ -194,9 +194,7 @@ class Job:
         plot_confusion(
             out / "confusion.png", counts=counts, names=tuple(f"ISUP {g}" for g in range(CLASSES))
         )
-        save_bundle(
-            out, card=dataclasses.replace(self.card, cuts=cuts), model=self.model.module
-        )
+        save_bundle(out, card=dataclasses.replace(self.card, cuts=cuts), model=self.model.module)
         write_json(out / "results.json", results)
         with atomic(out / "gleason.toml") as temporary:
             temporary.write_text(as_toml(config), encoding="utf-8")

@@ -180,7 +180,9 @@ def _split(records: list[Record], found: Validation, config: MetastasisConfig) -
             "Split by image as in the released code: patches of one slide stand on both sides, and "
             "the split that is reported also chose the model."
         )
-        return _prepared(records, parts, names=("train", "valid"), by="image", found=found, remarks=remarks)
+        return _prepared(
+            records, parts, names=("train", "valid"), by="image", found=found, remarks=remarks
+        )
     duplicates: Duplicates | None = None
     if config.distance >= 0:
         duplicates = find_duplicates(records, hashes=hash_files(records), distance=config.distance)
