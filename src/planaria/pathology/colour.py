@@ -85,6 +85,9 @@ class DistributionCorrection(nn.Module):
     - ``none``: the source's normalisation only, fixed.
     """
 
+    shift: Tensor
+    scale: Tensor
+
     def __init__(
         self,
         variant: str = "batchnorm",

@@ -6,13 +6,13 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 
 @contextlib.contextmanager
-def atomic(path: Path) -> Iterator[Path]:
+def atomic(path: Path) -> Generator[Path]:
     """A temporary name beside ``path`` that takes its place when the block ends without an error.
 
     A run that is killed while it writes leaves the old file or none, which is what makes a folder

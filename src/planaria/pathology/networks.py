@@ -125,7 +125,7 @@ class BoostedEfficientNet(nn.Module):
         super().__init__()
         self.config = config
         width, depth, dropout = BACKBONES[config.backbone]
-        stages = list(STAGES) if config.lite else [f"{stage}_se0.25" for stage in STAGES]
+        stages: list[str] = [*STAGES] if config.lite else [f"{stage}_se0.25" for stage in STAGES]
         self.backbone = EfficientNet(
             blocks_args_str=stages,
             num_classes=config.classes,
@@ -150,8 +150,9 @@ class BoostedEfficientNet(nn.Module):
         )
         if config.fusion:
             # The released code computes the head convolution and drops it; here it is not built.
-            self.backbone._conv_head = nn.Identity()
-            self.backbone._bn1 = nn.Identity()
+            net: Any = self.backbone
+            net._conv_head = nn.Identity()
+            net._bn1 = nn.Identity()
             self.backbone._fc = nn.Linear(sum(channels), config.classes)
             dropout = 0.3
         # MONAI draws this layer from +-1/sqrt(classes): with one class the first logits are +-10.
@@ -163,7 +164,7 @@ class BoostedEfficientNet(nn.Module):
     @property
     def fused_width(self) -> int:
         """Features that the linear layer sees."""
-        return cast("nn.Linear", self.backbone._fc).in_features
+        return self.backbone._fc.in_features
 
     def taps(self, x_B3HW: Tensor) -> list[Tensor]:
         """The four tapped feature maps, after attention where it is on, finest first."""
@@ -197,7 +198,7 @@ class BoostedEfficientNet(nn.Module):
         """
         if self.training:
             raise ConfigError("logit_map needs eval(): dropout would make the map disagree")
-        fc = cast("nn.Linear", self.backbone._fc)
+        fc = self.backbone._fc
         if not self.config.fusion:
             head = self._head(self.taps(x_B3HW)[-1])
             return functional.conv2d(head, fc.weight[:, :, None, None], fc.bias)

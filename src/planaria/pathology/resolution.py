@@ -19,6 +19,7 @@ MAX_MPP = 20.0
 MAX_ANISOTROPY = 1.1
 """Ratio of the two axes above which tiles would be visibly stretched; scanners stay below 1.01."""
 
+_MIRAX = "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL"
 _CM_PER_UNIT = {"centimeter": 1.0, "centimetre": 1.0, "cm": 1.0, "inch": 2.54}
 
 
@@ -103,10 +104,7 @@ def openslide_candidates(properties: Mapping[str, str]) -> list[tuple[str, float
     pairs = (
         ("openslide.mpp-x", "openslide.mpp-y"),
         ("aperio.MPP", "aperio.MPP"),
-        (
-            "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_X",
-            "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_Y",
-        ),
+        (f"{_MIRAX}_X", f"{_MIRAX}_Y"),
         ("hamamatsu.XResolution", "hamamatsu.YResolution"),
     )
     found: list[tuple[str, float, float]] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
@@ -144,7 +145,8 @@ class TiffSlide:
 
 def _refuse_page(path: Path, page: tifffile.TiffPage) -> None:
     name = path.name
-    bits = page.bitspersample if isinstance(page.bitspersample, int) else page.bitspersample[0]
+    stated: Any = page.bitspersample
+    bits = stated if isinstance(stated, int) else stated[0]
     if bits != 8:
         raise DataError(f"{name}: {bits} bits per sample; convert it to 8-bit RGB")
     if page.photometric == tifffile.PHOTOMETRIC.SEPARATED:

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
+from scipy import ndimage as scipy_ndimage
 from skimage.filters import threshold_otsu
 
 from planaria.errors import ConfigError
 from planaria.pathology.regions import read_region
-from planaria.pathology.slides import Pixels, Slide
+from planaria.pathology.slides import Pixels, Slide, brightest, darkest
+
+ndimage: Any = scipy_ndimage
+"""Untyped: what scipy's source lets a checker infer is wrong in most calls."""
 
 Mask = NDArray[np.bool_]
 
@@ -95,8 +99,8 @@ class TileTissue:
 
 def saturation(rgb: Pixels) -> NDArray[np.float32]:
     """HSV saturation of [H, W, 3] pixels: [H, W], 0 (grey) to 1."""
-    high = rgb.max(axis=-1).astype(np.float32)
-    low = rgb.min(axis=-1).astype(np.float32)
+    high = brightest(rgb).astype(np.float32)
+    low = darkest(rgb).astype(np.float32)
     return (high - low) / np.maximum(high, 1.0)
 
 
@@ -116,7 +120,7 @@ def pen_mask(rgb: Pixels) -> Mask:
 
 def dark_mask(rgb: Pixels, *, dark: int) -> Mask:
     """True [H, W] where pixels are dark in all channels: black ink, folds, unscanned gaps."""
-    return rgb.max(axis=-1) < dark
+    return brightest(rgb) < dark
 
 
 def tissue_map(slide: Slide, *, config: TissueConfig | None = None) -> TissueMap:
@@ -194,8 +198,7 @@ def drop_small(mask: Mask, *, area: float) -> Mask:
 
 def measure_tile(rgb: Pixels, *, threshold: float, config: TissueConfig) -> TileTissue:
     """Tissue, ink and sharpness of one tile [H, W, 3], by the threshold of its slide."""
-    high = rgb.max(axis=-1)
-    low = rgb.min(axis=-1)
+    high, low = brightest(rgb), darkest(rgb)
     # (high - low) / high > t without a division.
     coloured = (high - low) > threshold * np.maximum(high, 1)
     mask = coloured & (high >= config.dark)

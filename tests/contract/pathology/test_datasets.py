@@ -106,7 +106,7 @@ def test_wrong_rows_of_panda(tmp_path: Path, row: tuple[str, ...], said: str) ->
 
 
 def test_panda_without_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="train.csv: no such table; check the folder"):
+    with pytest.raises(DataError, match=r"train.csv: no such table; check the folder"):
         load_panda(tmp_path)
     folder = panda(tmp_path)
     (folder / "train_images" / f"{'a' * 32}.tiff").unlink()
@@ -115,10 +115,10 @@ def test_panda_without_what_it_needs(tmp_path: Path) -> None:
     assert found.errors == (f"{'a' * 32}: {'a' * 32}.tiff is missing",)
     assert "1 images without a row, stray first: left out" in found.remarks
     write_csv(folder / "train.csv", ("image_id", "isup_grade"), [("a", "0")])
-    with pytest.raises(DataError, match="train.csv: column 'data_provider' is missing; it has"):
+    with pytest.raises(DataError, match=r"train.csv: column 'data_provider' is missing; it has"):
         load_panda(folder)
     write_csv(folder / "train.csv", CONTRACT.columns, [("a", "radboud", "high", "3+4")])
-    with pytest.raises(DataError, match="train.csv line 2: label 'high' is not a whole number"):
+    with pytest.raises(DataError, match=r"train.csv line 2: label 'high' is not a whole number"):
         load_panda(folder)
 
 

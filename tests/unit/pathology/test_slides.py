@@ -43,7 +43,7 @@ def test_alpha_lies_on_white_and_gaps_are_white() -> None:
     rgba[0, 0] = (100, 50, 200, 255)
     rgba[0, 1] = (100, 50, 200, 0)
     rgba[0, 2] = (100, 50, 200, 128)
-    rgba[0, 3] = (3, 0, 8, 255)
+    rgba[0, 3] = (3, 0, 7, 255)
     assert whiten(rgba).tolist() == [[[100, 50, 200], [255] * 3, [177, 152, 227], [255] * 3]]
 
 

@@ -8,13 +8,17 @@ tissue. Lengths are µm and are divided by the canvas's µm/px.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
+from scipy import ndimage as scipy_ndimage
 
 from planaria.errors import ConfigError
 from planaria.pathology.slides import Pixels
+
+ndimage: Any = scipy_ndimage
+"""Untyped: what scipy's source lets a checker infer is wrong in most calls."""
 
 Field = NDArray[np.float32]
 """[H, W]"""

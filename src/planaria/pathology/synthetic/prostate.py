@@ -8,10 +8,11 @@ layers. Lengths in µm.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
+from scipy import ndimage as scipy_ndimage
 
 from planaria.errors import ConfigError
 from planaria.pathology.slides import Pixels
@@ -23,6 +24,9 @@ from planaria.pathology.synthetic.paint import (
     scatter,
     smooth,
 )
+
+ndimage: Any = scipy_ndimage
+"""Untyped: what scipy's source lets a checker infer is wrong in most calls."""
 
 STROMA, BENIGN = 1, 2
 """Mask values beside 0 (glass) and the patterns 3, 4 and 5. Source: PANDA's Radboud masks."""
@@ -188,9 +192,7 @@ def _gland(
     angle = np.arctan2(dy, dx)
     waves = rng.uniform(-1, 1, 3) * wobble / 2
     phases = rng.uniform(0, 2 * np.pi, 3)
-    outline = 1 + sum(
-        w * np.cos((k + 2) * angle + p) for k, (w, p) in enumerate(zip(waves, phases, strict=True))
-    )
+    outline = _outline(angle, waves, phases)
     folds = 1 + (0.9 * wobble) * np.cos(7 * angle + phases[0])
     distance = np.hypot(dx, dy) / (r_px * outline)
     body = distance < 1
@@ -205,10 +207,7 @@ def _gland(
         ring = radius * (0.87 - 0.24 * layer)
         count = max(int(2 * np.pi * ring / (2.6 * size)), 3)
         turn = np.linspace(0, 2 * np.pi, count, endpoint=False) + rng.uniform(0, 0.5, count)
-        shape = 1 + sum(
-            w * np.cos((k + 2) * turn + p)
-            for k, (w, p) in enumerate(zip(waves, phases, strict=True))
-        )
+        shape = _outline(turn, waves, phases)
         places = centre + (ring / mpp * shape)[:, None] * np.stack([np.cos(turn), np.sin(turn)], 1)
         canvas.nuclei(
             places,
@@ -217,6 +216,16 @@ def _gland(
             rng=rng,
             vesicular=0.2,
         )
+
+
+def _outline(
+    angle: NDArray[np.float64], waves: NDArray[np.float64], phases: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The radius of a wavy outline relative to its mean, at each ``angle``."""
+    out = np.ones_like(angle)
+    for number, (wave, phase) in enumerate(zip(waves, phases, strict=True)):
+        out += wave * np.cos((number + 2) * angle + phase)
+    return out
 
 
 def _benign(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
@@ -44,7 +45,12 @@ def write_pyramid(
     path: Path, pixels: Pixels, *, mpp: float, downsamples: tuple[float, ...] = (4.0, 16.0)
 ) -> None:
     """A tiled TIFF that OpenSlide reads: levels are top-level pages, since it ignores SubIFDs."""
-    options = {"photometric": "rgb", "tile": (256, 256), "compression": "zlib", "metadata": None}
+    options: dict[str, Any] = {
+        "photometric": "rgb",
+        "tile": (256, 256),
+        "compression": "zlib",
+        "metadata": None,
+    }
     per_cm = 1e4 / mpp
     with atomic(path) as temporary, tifffile.TiffWriter(temporary) as writer:
         writer.write(pixels, resolution=(per_cm, per_cm), resolutionunit="CENTIMETER", **options)
