@@ -14,9 +14,11 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import tifffile
 
 MEMORY = """
 import resource, sys
@@ -74,15 +76,35 @@ def tiling(path: Path) -> tuple[int, float]:
     return len(table.xy), len(table.xy) / seconds
 
 
+def write_large(path: Path, *, side: int) -> None:
+    """A pyramid of ``side`` px from one synthetic node over and over, written tile by tile."""
+    from planaria.pathology.synthetic.node import node_slide
+
+    rgb, _, _ = node_slide(seed=0, size=(2048, 2048))
+    common = {"tile": (256, 256), "compression": "jpeg", "photometric": "rgb", "metadata": None}
+    with tifffile.TiffWriter(path, bigtiff=True) as writer:
+        for down in (1, 4):
+            piece = np.ascontiguousarray(rgb[::down, ::down])
+            edge = side // down
+
+            def tiles(piece: np.ndarray = piece, edge: int = edge) -> Iterator[np.ndarray]:
+                for y in range(0, edge, 256):
+                    for x in range(0, edge, 256):
+                        top, left = y % len(piece), x % len(piece)
+                        yield piece[top : top + 256, left : left + 256]
+
+            options = dict(common)
+            if down == 1:
+                options |= {"resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
+            else:
+                options |= {"subfiletype": 1}
+            writer.write(tiles(), shape=(edge, edge, 3), dtype=np.uint8, **options)
+
+
 def memory(side: int, folder: Path) -> float:
     """Peak MiB of tiling a synthetic slide of ``side`` px, in a process of its own."""
-    from planaria.pathology.synthetic.node import node_slide
-    from planaria.pathology.synthetic.tree import write_pyramid
-
     path = folder / f"{side}.tif"
-    rgb, _, _ = node_slide(seed=0, size=(2048, 2048))
-    times = side // 2048
-    write_pyramid(path, np.tile(rgb, (times, times, 1)), mpp=0.5)
+    write_large(path, side=side)
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(path), str(folder / "out")],
         check=True,

@@ -191,12 +191,14 @@ class OpenSlideSlide:
                 f"{level} ({error}); the file is truncated or damaged: copy it again"
             ) from error
         rgba = np.asarray(image)
-        # Most tiles have nothing to whiten: two passes over whole pixels, each four bytes at once
-        # (alpha highest, channels up to UNSCANNED have no bit of 0xF8), tell those.
-        packed = rgba.view("<u4")
-        if (packed < 0xFF000000).any() or ((packed & 0xF8F8F8) == 0).any():
+        # Whole pixels, four bytes at once: alpha is the highest, and a channel of at most UNSCANNED
+        # has no bit of 0xF8. Several times as fast as looking at channels.
+        packed = rgba.view("<u4")[..., 0]
+        if (packed < 0xFF000000).any():
             return whiten(rgba)
-        return np.array(image.convert("RGB"))
+        rgb = np.array(image.convert("RGB"))
+        rgb[(packed & 0xF8F8F8) == 0] = 255
+        return rgb
 
     def associated(self, name: str) -> Pixels:
         """See :class:`Slide`."""
