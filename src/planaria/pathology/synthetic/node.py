@@ -36,10 +36,13 @@ class NodeConfig:
     """Pixels along one side of a patch."""
     mpp: float = 0.97
     """µm/px, as in PCam."""
-    likeness: float = 0.6
+    likeness: float = 0.4
     """0: tumour nuclei are twice as large as lymphocytes'; 1: they look like histiocytes."""
     mimics: float = 0.35
     """Fraction of a patch that histiocytes occupy."""
+    focus: tuple[float, float] = (3.0, 12.0)
+    """Range of the radius of the tumour in a positive patch's centre, in µm. The smallest hold no
+    whole cell, so that no method reaches an AUC of 1."""
     around: float = 0.5
     """Chance that tumour stands outside the centre, in both classes."""
     patches_per_slide: int = 64
@@ -53,6 +56,8 @@ class NodeConfig:
         for name in ("likeness", "mimics", "around"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; 0 to 1")
+        if not 0 < self.focus[0] <= self.focus[1]:
+            raise ConfigError(f"focus is {self.focus}; two rising radii above 0 µm")
         if self.patches_per_slide < 1:
             raise ConfigError(f"patches_per_slide is {self.patches_per_slide}; at least 1")
 
@@ -107,7 +112,7 @@ def tumour_mask(label: int, *, config: NodeConfig, rng: np.random.Generator) -> 
         mask[low - edge : high + edge, low - edge : high + edge] = False
     if label == 1:
         y, x = np.mgrid[:px, :px]
-        radius = rng.uniform(7, 16) / config.mpp
+        radius = rng.uniform(*config.focus) / config.mpp
         cx, cy = rng.uniform(low + 4, high - 4, 2)
         mask |= (x - cx) ** 2 + (y - cy) ** 2 < radius**2
     return mask
