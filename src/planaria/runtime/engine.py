@@ -64,8 +64,6 @@ class Engine:
         self.tally = Tally()
         self.generation: int | None = None
         """The state in the model is that of this generation; None before the first build is done."""
-        self.first: int | None = None
-        """Generation that the run began with in these processes (see ``Report``)."""
         self.dirty = False
         """An optimizer has begun to change that state."""
         self.started = False
@@ -227,7 +225,7 @@ class Engine:
                 raise
             self.domain.rest()
         else:
-            self.generation = self.first = found or 0
+            self.generation = found or 0
             return True
         self._forget()
         return False
@@ -245,7 +243,7 @@ class Engine:
         self.domain.discard()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.generation = self.first = None
+        self.generation = None
         self.tally = Tally()
 
     @property

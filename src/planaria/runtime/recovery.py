@@ -8,7 +8,7 @@ nobody waits for an epoch that is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -97,7 +97,6 @@ class Recovery:
             held=engine.protection.held(),
             replica_sets=engine.protection.replica_sets(),
             bucket_orders=orders,
-            first=engine.first,
             groups=tuple(engine.domain.handles),
             max_redo=engine.max_redo,
             attempted=engine.attempting,
@@ -148,8 +147,6 @@ class Recovery:
 
     def _resume(self, plan: Plan, generation: int, clock: Clock) -> None:
         engine = self._engine
-        if engine.first is None:
-            engine.first = plan.first if plan.first is not None else generation
         engine.stand_at(generation, plan)
         self._verify(plan)
         clock.lap("verify")
@@ -161,10 +158,10 @@ class Recovery:
         """Bring the buckets of DDP modules to the cut that an undisturbed run has now."""
         with self._alone():
             for name, ddp in self._engine.ddp_modules().items():
-                if plan.generation == plan.first:
-                    buckets.begin_anew(ddp)
-                elif name in plan.bucket_orders:
+                if name in plan.bucket_orders:
                     buckets.align(ddp, plan.bucket_orders[name])
+                else:
+                    buckets.reset(ddp)
 
     def _restore(self, plan: Plan, clock: Clock) -> None:
         engine = self._engine
