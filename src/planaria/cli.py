@@ -151,7 +151,7 @@ class TrainLlm:
         fields = _fields(self.launching)
         config = for_recipe(self.recipe, module=MODULE, preload=PRELOAD, **fields)
         # Before any process starts: a corpus that cannot be read is one line.
-        prepare(self.recipe)
+        prepare(self.recipe, world=self.launching.workers)
         return launch(config)
 
 
@@ -248,6 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.DEBUG if debug else logging.WARNING,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
+    # Progress of what takes longer than two seconds, such as tokenising a corpus.
+    logging.getLogger("planaria").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         return _parse(arguments)()
     except PlanariaError as error:
