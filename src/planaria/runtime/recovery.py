@@ -129,6 +129,9 @@ class Recovery:
         engine.protection.enter(plan)
         if engine.domain.epoch != plan.epoch or engine.domain.mode is not Mode.LIVE:
             self._align(plan)
+            # A checkpoint of the epoch before may still go to the disk. Its collectives return at
+            # once as long as the groups are broken; over the new ones they would meet others.
+            engine.durable.wait()
             engine.domain.rebuild(plan.epoch)
         clock.lap("rebuild")
         if plan.rollback:
@@ -173,7 +176,10 @@ class Recovery:
             engine.protection.restore(plan.generation, only="all")
         elif engine.started:
             clean = engine.generation == plan.generation and engine.clean
-            engine.protection.restore(plan.generation, only="small" if clean else "all")
+            # Interrupted while its last attempt waited for a buffer: nothing has changed since.
+            untouched = clean and plan.generation not in engine.protection.captured()
+            if not untouched:
+                engine.protection.restore(plan.generation, only="small" if clean else "all")
         clock.lap("load")
 
     def _verify(self, plan: Plan) -> None:
