@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,27 +48,27 @@ class Plan:
 
 FULL = Plan(
     recovery=recovery.Size(
-        rounds=4,
-        kills=5,
-        others=2,
+        rounds=2,
+        kills=10,
+        others=3,
         workers=4,
         width=256,
         layers=3,
         context=128,
         batch=2,
         sharded_batch=1,
-        gap=12,
+        gap=10,
         checkpoint_every=20,
     ),
     overhead=overhead.Size(
         parts=2,
-        pairs=45,
+        pairs=40,
         workers=4,
         width=256,
         layers=3,
         context=256,
-        batch=8,
-        sharded_batch=2,
+        batch=12,
+        sharded_batch=3,
     ),
     matrix=matrix.Size(workers=4),
     events=1_000_000,
@@ -147,8 +148,9 @@ def _done(unit: Unit, rows: Rows) -> bool:
     print(f"{time.strftime('%H:%M:%S')} {unit.name}{busy}", flush=True)
     try:
         found = unit.measure(folder, unit.limit)
-    except (PlanariaError, LookupError) as error:
-        print(f"  failed: {error}", file=sys.stderr, flush=True)
+    except Exception as error:  # one run that failed must not cost the others
+        reason = str(error) if isinstance(error, PlanariaError) else traceback.format_exc()
+        print(f"  failed: {reason}", file=sys.stderr, flush=True)
         return False
     seconds = time.monotonic() - begin
     rows.add(unit.name, found, seconds=seconds, load=before)

@@ -71,8 +71,10 @@ def pairs(task: Task) -> list[dict[str, Any]]:
     """Rows of a run, from what its workers have written down."""
     ends: dict[int, list[float]] = defaultdict(list)
     sent: dict[int, int] = {}
+    used: dict[int, float] = defaultdict(float)
     for note in read_notes(task, "end"):
         ends[note["step"]].append(note["mono"])
+        used[note["step"]] += note["cpu"]
         if note["shard"] == 0:
             sent[note["step"]] = note["lo"]
     whole = {step: sum(t) / len(t) for step, t in ends.items() if len(t) == task.workers}
@@ -84,6 +86,7 @@ def pairs(task: Task) -> list[dict[str, Any]]:
                 raise RunError(f"step {step} or the one after it left no note in {task.notes}")
             side = "on" if protects(task, step) else "off"
             row[side] = whole[step + 1] - whole[step]
+            row[f"cpu_{side}"] = used[step + 1] - used[step]
             row[f"sent_{side}"] = sent[step + 1] - sent[step]
         rows.append(row)
     return rows

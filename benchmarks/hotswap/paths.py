@@ -42,7 +42,8 @@ plan: reports, the plan, and their ways;
 rebuild, move, load, verify: of the worker that comes last into ``verify``, which all enter together;
 step: the slowest worker's next step; commit: the rest until it is held twice for every shard.
 """
-_CARRIED_OUT = ("rebuild", "move", "load", "verify")
+_OWN = ("rebuild", "move", "load")
+"""What a worker does of the plan before it meets the others in ``verify``."""
 
 E = TypeVar("E", bound=Entry)
 
@@ -57,43 +58,34 @@ def critical_path(
     :class:`LookupError` where the journal has no complete swap there.
     """
     lines = [line for line in entries if signal <= line.mono < until]
-    detected = _first(lines, Detected)
-    begun = _first([line for line in lines if line.mono >= detected.mono], EpochBegun)
-    planned = _last(lines, Planned)
-    restored = [line for line in _all(lines, WorkerRestored) if line.epoch == planned.epoch]
-    released = next(line for line in _all(lines, Released) if line.epoch == planned.epoch)
-    committed = _first([line for line in lines if line.mono > released.mono], AllCommitted)
-    if not restored:
-        raise LookupError(f"nobody has restored in epoch {planned.epoch}")
+    detected = _some(lines, Detected)[0]
+    begun = _some([line for line in lines if line.mono >= detected.mono], EpochBegun)[0]
+    planned = _some(lines, Planned)[-1]
+    of_epoch = [line for line in lines if getattr(line, "epoch", None) == planned.epoch]
+    restored = _some(of_epoch, WorkerRestored)
+    released = _some(of_epoch, Released)[0]
+    committed = _some([line for line in lines if line.mono > released.mono], AllCommitted)[0]
+    last = max(restored, key=lambda line: sum(line.phases.get(p, 0.0) for p in _OWN))
     to_plan = planned.mono - begun.mono
-    drained = max((line.phases.get("drain", 0.0) for line in restored), default=0.0)
-    built = max((line.phases.get("build", 0.0) for line in restored), default=0.0)
+    drained, built = (
+        max(line.phases.get(phase, 0.0) for line in restored) for phase in ("drain", "build")
+    )
     path = {"detect": begun.mono - signal}
     path["broken attempt"] = min(drained, to_plan)
     path["build"] = min(max(0.0, built - drained), to_plan - path["broken attempt"])
     path["plan"] = to_plan - path["broken attempt"] - path["build"]
-    last = max(restored, key=lambda line: sum(line.phases.get(p, 0.0) for p in _CARRIED_OUT[:3]))
-    for phase in _CARRIED_OUT[:3]:
+    for phase in _OWN:
         path[phase] = last.phases.get(phase, 0.0)
     # What is left of it is the common collective, and the way of the last word on it.
-    path["verify"] = released.mono - planned.mono - sum(path[p] for p in _CARRIED_OUT[:3])
+    path["verify"] = released.mono - planned.mono - sum(path[p] for p in _OWN)
     resumed = committed.mono - released.mono
     path["step"] = min(committed.step_s or 0.0, resumed)
     path["commit"] = resumed - path["step"]
     return path
 
 
-def _all(lines: Iterable[AnyEntry], kind: type[E]) -> list[E]:
-    return [line for line in lines if isinstance(line, kind)]
-
-
-def _first(lines: Iterable[AnyEntry], kind: type[E]) -> E:
-    found = _all(lines, kind)
+def _some(lines: Iterable[AnyEntry], kind: type[E]) -> list[E]:
+    found = [line for line in lines if isinstance(line, kind)]
     if not found:
         raise LookupError(f"the journal has no {kind.__name__} after the signal")
-    return found[0]
-
-
-def _last(lines: Iterable[AnyEntry], kind: type[E]) -> E:
-    _first(lines, kind)
-    return _all(lines, kind)[-1]
+    return found

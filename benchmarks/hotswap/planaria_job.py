@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ def main(task: Task) -> None:
                 run.optimizer.zero_grad()
                 if task.protection == "alternating":
                     notes.write(
-                        "end", step=attempt.step, shard=run.shard.index, lo=loopback_bytes()
+                        "end",
+                        step=attempt.step,
+                        shard=run.shard.index,
+                        lo=loopback_bytes(),
+                        cpu=time.process_time(),
                     )
             if attempt.step == MEMORY_STEP and not attempt.broken:
                 state, _ = run._parts.regime()

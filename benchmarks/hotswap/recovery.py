@@ -65,7 +65,7 @@ def task_of(
     sharded = regime == "all sharded"
     if system == "torchrun":
         every = size.checkpoint_every
-        steps = [every * (2 + 2 * i) + every // 2 for i in range(size.others)]
+        steps = [every * (1 + i) + every // 2 for i in range(size.others)]
     else:
         kills = size.kills if system == "planaria" else size.others
         steps = [FIRST + i * size.gap for i in range(kills)]

@@ -55,21 +55,24 @@ def planaria(
         environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
         quiet=True,
     )
-    with _alarm(limit):
+    with _alarm(limit) as rung:
         code = launch(config)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) and not rung.is_set():
+        raise SystemExit(code)  # that was the user
     if code != 0:
         raise RunError(f"the run in {out} ended with exit code {code}; see its journal and logs")
     return out
 
 
 @contextlib.contextmanager
-def _alarm(limit: float) -> Generator[None]:
-    """End a launch that takes longer, as a user would: SIGTERM, twice."""
-    over = threading.Event()
+def _alarm(limit: float) -> Generator[threading.Event]:
+    """End a launch that takes longer, as a user would: SIGTERM, twice. Gives whether it did."""
+    over, rung = threading.Event(), threading.Event()
 
     def watch() -> None:
         if over.wait(limit):
             return
+        rung.set()
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1.0)
@@ -77,7 +80,7 @@ def _alarm(limit: float) -> Generator[None]:
     thread = threading.Thread(target=watch, name="alarm", daemon=True)
     thread.start()
     try:
-        yield
+        yield rung
     finally:
         over.set()
         thread.join()
