@@ -492,7 +492,7 @@ class ControlDesk:
 
     def _write_summary(self) -> None:
         try:
-            summary.write_summary(self.out)
+            self._chronicle.over(summary.write_summary(self.out))
         except Exception as error:
             # Whatever is wrong with a summary, the run has to end.
             self._chronicle.say(f"no summary was written: {error}", kind="error")
