@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, ConfigError, UserError
@@ -384,18 +382,3 @@ class Run:
         over = engine.seat.wait_end(epoch) is not None
         engine.finished = over
         return over
-
-
-def module_of(run: Run, name: str = "model") -> nn.Module:
-    """The module among the parts, for type checkers; ``run.model`` is the same object."""
-    value = getattr(run, name)
-    assert isinstance(value, nn.Module)
-    return value
-
-
-def warn_unjoined() -> None:
-    """One line for a script that makes its process group without joining."""
-    sys.stderr.write(
-        "planaria: this script calls init_process_group without planaria.join(build): after a loss it "
-        "is started again from its own checkpoint; with join, lost workers are replaced while it runs\n"
-    )

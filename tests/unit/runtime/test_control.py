@@ -38,6 +38,7 @@ from planaria.runtime.control.member import Member, Whereabouts
 from planaria.runtime.coordinator import journal, publish
 from planaria.runtime.coordinator.status import show, status
 from planaria.runtime.coordinator.summary import read_summary
+from planaria.runtime.launch.config import contact
 
 
 class Here:
@@ -592,6 +593,15 @@ def test_tls_checks_the_coordinator(tmp_path: Path) -> None:
         here = Here(address, "w0", ca=f"{tmp_path}/cert.pem")
         assert here.member.welcome.worker == "w0"
         here.member.kv.put(0, "k", b"v")
+        assert show(str(out), tls=control.Tls(ca=f"{tmp_path}/cert.pem")) == 0
+        for ask in (lambda: show(str(out)), lambda: contact(str(out))):
+            with pytest.raises(UserError) as refused:
+                ask()
+            assert str(refused.value) == (
+                f"the run at {address} speaks TLS; give --ca, the PEM file of the authority that "
+                "signed its certificate"
+            )
+        assert contact(str(out), secure=True)[0] == address
         here.member.close()
         with pytest.raises(JoinError, match=r"^no coordinator answered at"):
             Member(invitation(address, "w1"), attach_timeout=0.5)
