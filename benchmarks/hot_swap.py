@@ -67,8 +67,8 @@ FULL = Plan(
         width=256,
         layers=3,
         context=256,
-        batch=12,
-        sharded_batch=3,
+        batch=14,
+        sharded_batch=4,
     ),
     matrix=matrix.Size(workers=4),
     events=1_000_000,
@@ -114,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny sizes, under runs/")
     parser.add_argument("--fresh", action="store_true", help="forget the rows of --only first")
     options = parser.parse_args(arguments)
+    os.chdir(Path(__file__).resolve().parents[1])
     only = options.only.split(",")
     unknown = [part for part in only if part not in PARTS]
     if unknown:

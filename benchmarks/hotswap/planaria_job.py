@@ -49,10 +49,21 @@ def main(task: Task) -> None:
             if attempt.step == MEMORY_STEP and not attempt.broken:
                 state, _ = run._parts.regime()
                 notes.write(
-                    "memory", shard=run.shard.index, regime=state, state=_bytes(run), **memory()
+                    "memory",
+                    shard=run.shard.index,
+                    regime=state,
+                    state=_bytes(run),
+                    buffers=_buffers(run),
+                    **memory(),
                 )
 
 
 def _bytes(run: planaria.Run) -> int:
     """Bytes of this worker's state."""
     return sum(leaf.tensor.nbytes for leaf in run._parts.flatten().leaves)
+
+
+def _buffers(run: planaria.Run) -> int:
+    """Bytes of host memory for protection: own captures, and copies held for others."""
+    data = run._engine.context.data
+    return sum(slot.memory.nbytes for pairs in (data.buffers, data.held) for slot in pairs._slots())

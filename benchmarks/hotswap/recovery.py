@@ -110,8 +110,11 @@ def measure(
     ]
 
 
+_KEPT = ("shard", "rss", "pss", "state", "buffers")
+
+
 def _plain(note: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in note.items() if k in ("shard", "rss", "pss", "state")}
+    return {k: v for k, v in note.items() if k in _KEPT}
 
 
 def of_planaria(task: Task, out: Path) -> list[dict[str, Any]]:

@@ -301,7 +301,8 @@ def _memory(rows: Rows) -> Iterator[str]:
         return
     yield "## Host memory and bytes sent\n"
     yield (
-        "Of a worker, in the middle of training. PSS counts a page that several processes share "
+        "Of a worker, in the middle of training. *protection* is its two captures, and the two copies "
+        "that it holds for another shard. PSS counts a page that several processes share "
         "by its share; Planaria's workers are forked from one server and share its imports.\n"
     )
     lines: list[list[str]] = []
@@ -309,20 +310,23 @@ def _memory(rows: Rows) -> Iterator[str]:
         found = [row for row in notes if (row["system"], row["regime"]) == (system, regime)]
         if not found:
             continue
-        states = [row["state"] for row in found if row.get("state")]
+        own = {
+            kind: median(row[kind] / 1e6 for row in found if kind in row)
+            for kind in ("state", "buffers")
+        }
         name = "torchrun, no protection" if system == "torchrun" else "Planaria"
         lines.append(
             [
                 name,
                 regime,
-                f"{statistics.median(states) / 1e6:.0f}" if states else "–",
+                *("–" if value is None else f"{value:.0f}" for value in own.values()),
                 *(
                     f"{statistics.median(r[kind] for r in found) / 1e6:.0f}"
                     for kind in ("rss", "pss")
                 ),
             ]
         )
-    yield table(["system", "regime", "state MB", "RSS MB", "PSS MB"], lines)
+    yield table(["system", "regime", "state MB", "protection MB", "RSS MB", "PSS MB"], lines)
     sent = [_sent(rows, regime) for regime in REGIMES if rows.of("overhead", regime=regime)]
     if sent:
         yield (

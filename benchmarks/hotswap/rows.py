@@ -71,13 +71,14 @@ def load() -> float:
 def commit() -> str:
     """Short hash of the working tree's commit, with a mark where what is measured was changed."""
     head = _git("rev-parse", "--short=10", "HEAD")
-    changed = _git("status", "--porcelain", "--", "src", "benchmarks")
+    changed = _git("status", "--porcelain", "--", ":/src", ":/benchmarks")
     return f"{head}{' with changes' if changed else ''}" if head else "unknown"
 
 
 def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
-        told = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return told.stdout.strip()
