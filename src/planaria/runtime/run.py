@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LONG = ("evaluation", "checkpoint", "compile", "data")
+"""Phases that a script may name; each has a limit in :mod:`planaria.runtime.membership.limits`."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -212,8 +215,11 @@ class Run:
     def phase(self, name: str) -> Generator[None]:
         """Say that what follows takes longer than a step by nature: evaluation, checkpoint, compile.
 
-        The limit after which a worker counts as hung is a longer one inside.
+        The limit after which a worker counts as hung is a longer one inside. ``name`` is evaluation,
+        checkpoint, compile or data; another one raises :class:`ConfigError`.
         """
+        if name not in _LONG:
+            raise ConfigError(f"phase is {name!r}: give {', '.join(_LONG[:-1])} or {_LONG[-1]}")
         engine = self._engine
         if engine is None:
             yield
