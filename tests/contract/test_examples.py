@@ -132,6 +132,37 @@ def test_the_readme_shows_a_script_that_runs(tmp_path: Path) -> None:
     assert_nothing_was_lost(calm, struck)
 
 
+BY_HAND = """
+import planaria, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def build(shard):
+    torch.manual_seed(0)
+    return {"model": DDP(torch.nn.Linear(64, 64))}
+
+with planaria.join(build) as run:
+    for attempt in run.attempts(until=20):
+        with attempt:
+            seed = attempt.step * run.shard.world + run.shard.index
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+            loss = run.model(x).square().mean()
+            loss.backward()
+            attempt.finite(loss)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+"""
+
+
+def test_an_update_by_hand_leaves_no_trace_either(tmp_path: Path) -> None:
+    """Nobody tells when the state begins to change, where no optimizer of torch's is among the parts."""
+    script = tmp_path / "train.py"
+    script.write_text(BY_HAND)
+    calm, struck = twice(script, tmp_path, ("1", "backward"), workers=2)
+    assert_nothing_was_lost(calm, struck)
+
+
 # ---------------------------------------------------------------- a script that has not joined
 
 

@@ -296,6 +296,7 @@ class Engine:
         hooks.watch_modules(self.parts.modules.values(), self.domain_check)
         optimizers = [face for part in self.parts.optimizers.values() for face in part.faces]
         hooks.watch_optimizers(optimizers, self._before_optimizer)
+        hooks.watch_scalers(self.parts.others.values(), self.before_change)
         if self.injector.waiting:
             hooks.watch_phases(self.parts.modules.values(), self.at)
 
@@ -310,11 +311,16 @@ class Engine:
         if self.domain.mode is Mode.BROKEN:
             self.domain.check()
 
+    def before_change(self) -> None:
+        """A boundary after which the script may change what is being copied."""
+        if self.started:
+            self.domain_check()
+            self.waited += self.protection.wait_copied()
+
     def _before_optimizer(self) -> None:
         if not self.started:
             return
-        self.domain_check()
-        self.waited += self.protection.wait_copied()
+        self.before_change()
         if not self.dirty and (changed := self.parts.changed_since(self._versions)):
             raise UserError(
                 f"{changed[0]} was changed before the optimizer's step of step {self.attempting}, "

@@ -292,7 +292,9 @@ class Run:
 
     @property
     def _dirty(self) -> bool:
-        return self._engine is not None and self._engine.dirty
+        """Whether an optimizer has stepped; without one of torch's nobody can tell."""
+        known = bool(self._parts.optimizers)
+        return known and self._engine is not None and self._engine.dirty
 
     def _agree(self, own: bool) -> list[bool]:
         return agree(own, world=self.shard.world)
@@ -317,8 +319,10 @@ class Run:
         engine.attempting = attempt.step
         engine.waited, engine.waiting = engine.waiting, 0.0
         engine.domain_check()
-        # Without an optimizer of torch's nobody tells when the state begins to change.
-        engine.dirty = not self._parts.optimizers
+        if not self._parts.optimizers:
+            # Without an optimizer of torch's nobody tells when the state begins to change.
+            engine.before_change()
+            engine.dirty = True
         engine.at("data")
 
     def _end(self, attempt: Attempt, *, seconds: float) -> None:
