@@ -432,6 +432,9 @@ class Engine:
         """The parts hold ``generation``; from here on captures go to the plan's holder."""
         self.generation, self.dirty = generation, False
         self.attempting = generation
+        # Alike on all workers, a new owner's included, or some would write what others do not. What
+        # was being written when the epoch ended is given up, so it is written again.
+        self._saved_at = generation if plan.rollback else -1
         self.seat.go_back_to(generation)
         self.started = True
         if generation not in self.protection.captured():

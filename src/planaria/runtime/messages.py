@@ -104,6 +104,8 @@ class Committed(Message, frozen=True):
     generation: int
     bytes: int = 0
     """Bytes sent to the holder for this generation."""
+    alone: bool = False
+    """True where nobody holds a copy: a world of one without a spare."""
 
 
 class Progress(Message, frozen=True):

@@ -155,6 +155,16 @@ def test_who_is_refused_hears_one_line(plain: CoordinatorProcess) -> None:
     first.member.close()
 
 
+def test_a_run_that_forms_has_nothing_to_save(plain: CoordinatorProcess) -> None:
+    caller = Caller(plain.ready(), token=TOKEN)
+    with pytest.raises(UserError) as caught:
+        caller.call(control.REQUEST, control.SaveCheckpoint(reason="now"), control.Done)
+    assert str(caught.value) == (
+        "the run is forming: a durable checkpoint can be written while it trains; ask again then"
+    )
+    caller.close()
+
+
 def test_bodies_that_are_no_messages_cost_their_sender_one_line(plain: CoordinatorProcess) -> None:
     caller = Caller(plain.ready(), token=TOKEN)
     with pytest.raises(UserError) as caught:
@@ -399,8 +409,8 @@ def test_the_launcher_is_told_and_believed(tmp_path: Path) -> None:
         assert str(caught.value) == (
             "no launcher on node n7 can start spares; add one with 'planaria join'"
         )
-        with pytest.raises(UserError, match=r"^the run is recovering: a durable checkpoint can be"):
-            link.request(control.SaveCheckpoint(reason="now"))
+        note = link.request(control.SaveCheckpoint(reason="now"))
+        assert note == "a durable checkpoint is written after the recovery"
         link.request(control.StopRun(reason="enough", exit_code=1))
         last = wait_for(lambda: [m for m in told if isinstance(m, control.EndRun)])[0]
         assert (last.exit_code, last.reason) == (1, "enough")
