@@ -37,6 +37,7 @@ check: $(STAMP)
 	$(PY) -m pytest -q tests/unit/test_import_rule.py
 
 bench: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llm,dev,bench]'
 	$(PY) benchmarks/$(BENCH).py
 
 clean:

@@ -128,7 +128,7 @@ class Join:
         from planaria.runtime.launch.config import JoinConfig, contact
         from planaria.runtime.launch.launcher import join
 
-        address, token = contact(self.target, self.token_file)
+        address, token = contact(self.target, self.token_file, secure=bool(self.ca))
         values = _fields(self, leave_out=("target", "token_file"))
         return join(
             JoinConfig(script=script, arguments=arguments, address=address, token=token, **values)
@@ -151,7 +151,7 @@ class TrainLlm:
         fields = _fields(self.launching)
         config = for_recipe(self.recipe, module=MODULE, preload=PRELOAD, **fields)
         # Before any process starts: a corpus that cannot be read is one line.
-        prepare(self.recipe)
+        prepare(self.recipe, world=self.launching.workers)
         return launch(config)
 
 
@@ -165,11 +165,24 @@ class Status:
     """File with the run's token; needed with HOST:PORT."""
     json: bool = False
     """Print JSON instead of a table."""
+    ca: str = ""
+    """PEM file of the authority that signed the coordinator's certificate."""
+    client_certificate: str = ""
+    """PEM file to show to the coordinator."""
+    client_key: str = ""
+    """PEM file with its key."""
 
     def main(self) -> int:
+        from planaria.runtime.control.protocol import Tls
         from planaria.runtime.coordinator import status
 
-        return status.show(self.target, token_file=self.token_file, as_json=self.json)
+        tls = Tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
+        return status.show(
+            self.target,
+            token_file=self.token_file,
+            as_json=self.json,
+            tls=tls if self.ca else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.DEBUG if debug else logging.WARNING,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
+    # Progress of what takes longer than two seconds, such as tokenising a corpus.
+    logging.getLogger("planaria").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         return _parse(arguments)()
     except PlanariaError as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.fault_programs import Job
-from tests.support.fault_runs import Outcome, run
+from tests.support.fault_runs import Outcome, join_from_outside, run
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,19 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
         return known[key]
 
     return undisturbed
+
+
+@pytest.fixture
+def joined() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """:func:`join_from_outside`; what it starts ends with the test."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*words: object, **more: object) -> subprocess.Popen[str]:
+        children.append(join_from_outside(*words, **more))  # type: ignore[arg-type]
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()

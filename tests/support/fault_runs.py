@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from planaria.runtime.launch.config import LaunchConfig
+from planaria.runtime.launch.config import LaunchConfig, contact
 from planaria.runtime.launch.launcher import launch
 from tests.support.fault_programs import Job
 
@@ -65,6 +68,16 @@ def run(job: Job, out: Path, *, workers: int, **settings: Any) -> Outcome:
     code = launch(config)
     assert of_run(out) == [], "processes of the run were left behind"
     return Outcome(out, code, final)
+
+
+def like(job: Job, **changes: Any) -> Job:
+    """``job`` with other timing, which must not change how it ends."""
+    return replace(job, **changes)
+
+
+def owners_of(out: Path) -> dict[int, str]:
+    """Owners of the shards, by the newest word of each."""
+    return {e["shard"]: e["worker"] for e in journal(out) if e["event"] == "worker_restored"}
 
 
 def journal(out: Path) -> list[dict[str, Any]]:
@@ -137,6 +150,53 @@ def beside(script: Callable[[Path], None], out: Path) -> Iterator[None]:
     assert not thread.is_alive(), "the script of the test has not ended"
     if failures:
         raise failures[0]
+
+
+_JOIN = """
+import json, sys
+from pathlib import Path
+from planaria.runtime.launch.config import JoinConfig
+from planaria.runtime.launch.launcher import join
+from tests.support import fault_programs
+told = json.load(sys.stdin)
+for name in ("nan_at", "raise_at"):
+    told["job"][name] = tuple(told["job"][name])
+sys.exit(join(JoinConfig(
+    function=(fault_programs.__name__, "main"), argument=fault_programs.Job(**told["job"]),
+    out=Path(told["out"]), **told["settings"])))
+"""
+
+
+def join_from_outside(
+    out: Path, job: Job, *, spares: int = 1, node: str = "elsewhere"
+) -> subprocess.Popen[str]:
+    """Another launcher, as on another machine, that adds spares to the run in ``out``."""
+    address, token = contact(str(out))
+    told = {
+        "job": dataclasses.asdict(replace(job, final=str(out / "final"))),
+        "out": str(out.parent / f"joined-{out.name}"),
+        "settings": {
+            "address": address,
+            "token": token,
+            "spares": spares,
+            "node": node,
+            "timeout": TIMEOUT,
+        },
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-c", _JOIN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(told))
+    child.stdin.close()
+    child.stdin = None
+    return child
 
 
 def until(holds: Callable[[], Any], *, seconds: float = 60.0) -> Any:

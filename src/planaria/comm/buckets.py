@@ -66,25 +66,12 @@ def reset(ddp: DistributedDataParallel) -> None:
     """
     if not order(ddp):
         return
+    ddp.reducer._remove_autograd_hooks()
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     if ddp.static_graph:
         ddp._set_static_graph()
-    for hook, state in ddp._comm_hooks:
-        dist._register_comm_hook(ddp.reducer, state, hook)
-
-
-def begin_anew(ddp: DistributedDataParallel) -> None:
-    """Give ``ddp`` the first cut that it was made with, as if it had seen no iteration yet.
-
-    For a swap that has the very first step done again: with the second cut its sums would be taken in
-    another order than in an undisturbed run, and differ in their last bits.
-    """
-    ddp.reducer._remove_autograd_hooks()
-    parameters, expect_sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
     for hook, state in ddp._comm_hooks:
         dist._register_comm_hook(ddp.reducer, state, hook)
 

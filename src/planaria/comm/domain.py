@@ -161,12 +161,13 @@ class Domain:
         """Whether a collective of a broken attempt has to return instead of raising.
 
         True inside forward, backward and clipping, and on threads other than the training thread
-        (autograd's device threads have no Python frames of their own).
+        (autograd's device threads have no Python frames of their own). Never for objects: what is in
+        their buffers would be unpickled.
         """
-        if threading.get_ident() != self._training_thread:
-            return True
         names, inside = self._stack()
-        return inside and not names & _OBJECT_COLLECTIVES
+        if names & _OBJECT_COLLECTIVES:
+            return False
+        return inside or threading.get_ident() != self._training_thread
 
     def receives_objects(self) -> bool:
         return bool(self._stack()[0] & _RECEIVING_OBJECTS)

@@ -5,7 +5,8 @@ coordinator, and nobody else, renames it to ``step-N`` once every shard has said
 there, so that a folder without ``.partial`` is complete and a fenced worker can publish nothing.
 
 What is saved: modules and optimizers under their qualified names, so that FSDP2 models load at
-another world size; everything else (random generators, cursors, scheduler, scaler, tally) per shard.
+another world size; everything else (random generators, cursors, scheduler, scaler, tally, and tensors
+that differ between workers though they bear one name, such as statistics of BatchNorm) per shard.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from planaria.comm.buckets import ddp_modules
 from planaria.errors import CheckpointError
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.restoring import leave_iteration
 
+_ALONE = "alone"
+"""Key of the tensors that a shard alone holds: DCP keeps one copy of what bears one name."""
 _BUCKETS = "buckets"
 """Key of the order of DDP's buckets, beside the parts of a shard."""
 
@@ -112,6 +116,7 @@ class DurableCheckpoints:
             CheckpointError: it cannot be read, or holds other parts than this run.
         """
         path = complete_path(self._out, generation)
+        leave_iteration(self._parts)
         state = self._state()
         try:
             metadata = dcp.FileSystemReader(path).read_metadata()
@@ -144,6 +149,7 @@ class DurableCheckpoints:
             model_state, optimizer_state = get_state_dict(module, optimizers)
             state[name] = {"model": model_state, "optimizer": optimizer_state}
         own: dict[str, Any] = {name: other.state_dict() for name, other in parts.others.items()}
+        own[_ALONE] = {key: tensor.detach().cpu() for key, tensor in parts.alone().items()}
         own[_BUCKETS] = {
             name: buckets.order(ddp) for name, ddp in ddp_modules(parts.modules).items()
         }
@@ -170,9 +176,22 @@ class DurableCheckpoints:
                     "resume with the script that wrote it"
                 )
             other.load_state_dict(own[name])
+        self._put_alone(own.get(_ALONE, {}))
         for name, ddp in ddp_modules(self._parts.modules).items():
             if order := own.get(_BUCKETS, {}).get(name):
                 buckets.align(ddp, order)
+
+    def _put_alone(self, saved: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        for key, tensor in self._parts.alone().items():
+            if key not in saved:
+                continue
+            if saved[key].shape != tensor.shape:
+                raise CheckpointError(
+                    f"{'.'.join(key)} is {tuple(tensor.shape)} here and {tuple(saved[key].shape)} in "
+                    "the checkpoint, and no peer holds it: resume with as many workers as wrote it"
+                )
+            with torch.no_grad():
+                tensor.copy_(saved[key])
 
 
 def _pairs(parts: Parts) -> dict[str, tuple[nn.Module, list[Optimizer]]]:

@@ -64,8 +64,6 @@ class Engine:
         self.tally = Tally()
         self.generation: int | None = None
         """The state in the model is that of this generation; None before the first build is done."""
-        self.first: int | None = None
-        """Generation that the run began with in these processes (see ``Report``)."""
         self.dirty = False
         """An optimizer has begun to change that state."""
         self.started = False
@@ -227,7 +225,7 @@ class Engine:
                 raise
             self.domain.rest()
         else:
-            self.generation = self.first = found or 0
+            self.generation = found or 0
             return True
         self._forget()
         return False
@@ -245,7 +243,7 @@ class Engine:
         self.domain.discard()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.generation = self.first = None
+        self.generation = None
         self.tally = Tally()
 
     @property
@@ -298,6 +296,7 @@ class Engine:
         hooks.watch_modules(self.parts.modules.values(), self.domain_check)
         optimizers = [face for part in self.parts.optimizers.values() for face in part.faces]
         hooks.watch_optimizers(optimizers, self._before_optimizer)
+        hooks.watch_scalers(self.parts.others.values(), self.before_change)
         if self.injector.waiting:
             hooks.watch_phases(self.parts.modules.values(), self.at)
 
@@ -312,11 +311,16 @@ class Engine:
         if self.domain.mode is Mode.BROKEN:
             self.domain.check()
 
+    def before_change(self) -> None:
+        """A boundary after which the script may change what is being copied."""
+        if self.started:
+            self.domain_check()
+            self.waited += self.protection.wait_copied()
+
     def _before_optimizer(self) -> None:
         if not self.started:
             return
-        self.domain_check()
-        self.waited += self.protection.wait_copied()
+        self.before_change()
         if not self.dirty and (changed := self.parts.changed_since(self._versions)):
             raise UserError(
                 f"{changed[0]} was changed before the optimizer's step of step {self.attempting}, "
@@ -428,6 +432,9 @@ class Engine:
         """The parts hold ``generation``; from here on captures go to the plan's holder."""
         self.generation, self.dirty = generation, False
         self.attempting = generation
+        # Alike on all workers, a new owner's included, or some would write what others do not. What
+        # was being written when the epoch ended is given up, so it is written again.
+        self._saved_at = generation if plan.rollback else -1
         self.seat.go_back_to(generation)
         self.started = True
         if generation not in self.protection.captured():

@@ -7,6 +7,7 @@ way that must complete (decision 5 of the design).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +38,26 @@ def watch_optimizers(
         before()
 
     return [optimizer.register_step_pre_hook(hook) for optimizer in optimizers]
+
+
+def watch_scalers(parts: Iterable[Any], before: Callable[[], None]) -> None:
+    """Call ``before`` at the step of each GradScaler among ``parts``.
+
+    A scaler that finds an overflow leaves the optimizer's step out, and its hooks with it, while the
+    script goes on to what it changes after a step, such as an averaged model.
+    """
+    for scaler in parts:
+        if isinstance(scaler, torch.amp.GradScaler):
+            scaler.step = _preceded(scaler.step, before)
+
+
+def _preceded(step: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return step(*args, **kwargs)
+
+    return stepped
 
 
 def watch_phases(modules: Iterable[nn.Module], at: At) -> list[RemovableHandle]:

@@ -77,8 +77,6 @@ class Report(Message, frozen=True):
     unsent_bytes: int = 0
     bucket_orders: dict[str, tuple[int, ...]] = {}
     """Per DDP module that has re-cut its buckets: order of parameter indices."""
-    first: int | None = None
-    """Generation that the run began with in these processes: 0, or that of a durable checkpoint."""
     groups: tuple[str, ...] = ()
     """Names of the process groups this worker is a member of, in order of creation."""
     max_redo: int = 2
@@ -106,6 +104,8 @@ class Committed(Message, frozen=True):
     generation: int
     bytes: int = 0
     """Bytes sent to the holder for this generation."""
+    alone: bool = False
+    """True where nobody holds a copy: a world of one without a spare."""
 
 
 class Progress(Message, frozen=True):
@@ -293,8 +293,6 @@ class Plan(Message, frozen=True):
     reason: str
     rollback: bool = False
     """True where ``generation`` must be read from the durable checkpoint on disk."""
-    first: int | None = None
-    """As in :class:`Report`: the step after it is the first that these processes take."""
     keepers: tuple[Owner, ...] = ()
     """Holders that own no shard: in a world of one, the spare that keeps the copy."""
     committed: int | None = None

@@ -6,6 +6,7 @@ It joins ``memory.snapshot`` (own host buffers), ``memory.replicas`` (holder) an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -39,6 +40,11 @@ class Protection:
         self._data = data
         self._on_event = on_event
         self._plan: Plan | None = None
+        self._hold: Hold | None = None
+        """The newest change of keeper; it may come before the plan that it changes is carried out."""
+        self._directed = -1
+        """Epoch in which copies are sent."""
+        self._lock = threading.Lock()
         self._newest = 0
         """Generation whose capture or send is under way, for injected faults."""
         self._start()
@@ -79,12 +85,18 @@ class Protection:
         """Before anything changes parameters or optimizer state; the seconds waited."""
         return self._capture.wait_copied()
 
-    def _acknowledged(self, epoch: int, generation: int, nbytes: int) -> None:
-        """The holder has it. Sending thread."""
+    def _acknowledged(self, epoch: int, generation: int, nbytes: int, address: str | None) -> None:
+        """The holder has it, if there is one. Sending thread."""
         if self._on_event is not None:
             self._on_event("commit", generation)
         self._member.send(
-            Committed(epoch=epoch, shard=self._shard, generation=generation, bytes=nbytes)
+            Committed(
+                epoch=epoch,
+                shard=self._shard,
+                generation=generation,
+                bytes=nbytes,
+                alone=address is None,
+            )
         )
 
     def _failed(self, error: Exception) -> None:
@@ -170,28 +182,40 @@ class Protection:
             self._parts.restore(slot.layout, slot.bytes(0, slot.layout.total), only=only)
 
     def direct(self, plan: Plan) -> None:
-        """Send what is captured from the plan's generation on to the plan's holder."""
+        """Send what is captured from the plan's generation on to the plan's holder, or to the one
+        that has taken its place since.
+        """
         assert plan.generation is not None
-        holder = plan.holders.get(self._shard)
-        addresses = {owner.worker: owner.address for owner in plan.owners.values()}
-        addresses |= {keeper.worker: keeper.address for keeper in plan.keepers}
-        self._pusher.direct(
-            addresses[holder] if holder is not None else None,
-            epoch=plan.epoch,
-            floor=plan.generation,
-        )
+        with self._lock:
+            self._directed = plan.epoch
+            if self._hold is not None and self._hold.epoch == plan.epoch:
+                self._follow(self._hold, floor=plan.generation)
+                return
+            holder = plan.holders.get(self._shard)
+            addresses = {owner.worker: owner.address for owner in plan.owners.values()}
+            addresses |= {keeper.worker: keeper.address for keeper in plan.keepers}
+            self._pusher.direct(
+                addresses[holder] if holder is not None else None,
+                epoch=plan.epoch,
+                floor=plan.generation,
+            )
 
     def hold(self, message: Hold) -> None:
         """A keeper has changed within the epoch (a world of one). Control thread."""
-        plan = self._plan
-        if plan is None or plan.epoch != message.epoch or plan.generation is None:
-            return
+        with self._lock:
+            self._hold = message
+            plan = self._plan
+            if plan is None or plan.generation is None or self._directed != message.epoch:
+                return  # direct() comes yet, and follows it
+            self._follow(message, floor=max([plan.generation, *self.captured()[-1:]]))
+
+    def _follow(self, message: Hold, *, floor: int) -> None:
         holder = message.holders.get(self._shard)
         addresses = {keeper.worker: keeper.address for keeper in message.keepers}
         self._pusher.direct(
             addresses.get(holder) if holder is not None else None,
-            epoch=plan.epoch,
-            floor=max([plan.generation, *self.captured()[-1:]]),
+            epoch=message.epoch,
+            floor=floor,
         )
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ nobody waits for an epoch that is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -97,7 +97,6 @@ class Recovery:
             held=engine.protection.held(),
             replica_sets=engine.protection.replica_sets(),
             bucket_orders=orders,
-            first=engine.first,
             groups=tuple(engine.domain.handles),
             max_redo=engine.max_redo,
             attempted=engine.attempting,
@@ -130,6 +129,9 @@ class Recovery:
         engine.protection.enter(plan)
         if engine.domain.epoch != plan.epoch or engine.domain.mode is not Mode.LIVE:
             self._align(plan)
+            # A checkpoint of the epoch before may still go to the disk. Its collectives return at
+            # once as long as the groups are broken; over the new ones they would meet others.
+            engine.durable.wait()
             engine.domain.rebuild(plan.epoch)
         clock.lap("rebuild")
         if plan.rollback:
@@ -148,8 +150,6 @@ class Recovery:
 
     def _resume(self, plan: Plan, generation: int, clock: Clock) -> None:
         engine = self._engine
-        if engine.first is None:
-            engine.first = plan.first if plan.first is not None else generation
         engine.stand_at(generation, plan)
         self._verify(plan)
         clock.lap("verify")
@@ -161,10 +161,10 @@ class Recovery:
         """Bring the buckets of DDP modules to the cut that an undisturbed run has now."""
         with self._alone():
             for name, ddp in self._engine.ddp_modules().items():
-                if plan.generation == plan.first:
-                    buckets.begin_anew(ddp)
-                elif name in plan.bucket_orders:
+                if name in plan.bucket_orders:
                     buckets.align(ddp, plan.bucket_orders[name])
+                else:
+                    buckets.reset(ddp)
 
     def _restore(self, plan: Plan, clock: Clock) -> None:
         engine = self._engine
@@ -176,7 +176,10 @@ class Recovery:
             engine.protection.restore(plan.generation, only="all")
         elif engine.started:
             clean = engine.generation == plan.generation and engine.clean
-            engine.protection.restore(plan.generation, only="small" if clean else "all")
+            # Interrupted while its last attempt waited for a buffer: nothing has changed since.
+            untouched = clean and plan.generation not in engine.protection.captured()
+            if not untouched:
+                engine.protection.restore(plan.generation, only="small" if clean else "all")
         clock.lap("load")
 
     def _verify(self, plan: Plan) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, ConfigError, UserError
@@ -45,6 +43,9 @@ from planaria.runtime.tally import SAMPLES, Tally
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LONG = ("evaluation", "checkpoint", "compile", "data")
+"""Phases that a script may name; each has a limit in :mod:`planaria.runtime.membership.limits`."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,11 @@ class Run:
     def phase(self, name: str) -> Generator[None]:
         """Say that what follows takes longer than a step by nature: evaluation, checkpoint, compile.
 
-        The limit after which a worker counts as hung is a longer one inside.
+        The limit after which a worker counts as hung is a longer one inside. ``name`` is evaluation,
+        checkpoint, compile or data; another one raises :class:`ConfigError`.
         """
+        if name not in _LONG:
+            raise ConfigError(f"phase is {name!r}: give {', '.join(_LONG[:-1])} or {_LONG[-1]}")
         engine = self._engine
         if engine is None:
             yield
@@ -288,7 +292,9 @@ class Run:
 
     @property
     def _dirty(self) -> bool:
-        return self._engine is not None and self._engine.dirty
+        """Whether an optimizer has stepped; without one of torch's nobody can tell."""
+        known = bool(self._parts.optimizers)
+        return known and self._engine is not None and self._engine.dirty
 
     def _agree(self, own: bool) -> list[bool]:
         return agree(own, world=self.shard.world)
@@ -313,8 +319,10 @@ class Run:
         engine.attempting = attempt.step
         engine.waited, engine.waiting = engine.waiting, 0.0
         engine.domain_check()
-        # Without an optimizer of torch's nobody tells when the state begins to change.
-        engine.dirty = not self._parts.optimizers
+        if not self._parts.optimizers:
+            # Without an optimizer of torch's nobody tells when the state begins to change.
+            engine.before_change()
+            engine.dirty = True
         engine.at("data")
 
     def _end(self, attempt: Attempt, *, seconds: float) -> None:
@@ -384,18 +392,3 @@ class Run:
         over = engine.seat.wait_end(epoch) is not None
         engine.finished = over
         return over
-
-
-def module_of(run: Run, name: str = "model") -> nn.Module:
-    """The module among the parts, for type checkers; ``run.model`` is the same object."""
-    value = getattr(run, name)
-    assert isinstance(value, nn.Module)
-    return value
-
-
-def warn_unjoined() -> None:
-    """One line for a script that makes its process group without joining."""
-    sys.stderr.write(
-        "planaria: this script calls init_process_group without planaria.join(build): after a loss it "
-        "is started again from its own checkpoint; with join, lost workers are replaced while it runs\n"
-    )

@@ -76,8 +76,13 @@ class Seat:
         self._wait(lambda: self.assignment is not None and self.assignment.epoch > epoch, None)
 
     def go_back_to(self, generation: int) -> None:
-        """A plan goes on from ``generation``: nothing newer is committed, if something was."""
+        """A plan goes on from ``generation``: nothing newer is committed, if something was.
+
+        A checkpoint that was asked for is forgotten: the coordinator asks again once all have
+        restored, the new owner too, and names another generation.
+        """
         with self._changed:
+            self.save = None
             self.committed = min(self.committed, generation)
 
     def wait_plan(self, epoch: int, timeout: float) -> Plan:

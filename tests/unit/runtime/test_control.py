@@ -38,6 +38,7 @@ from planaria.runtime.control.member import Member, Whereabouts
 from planaria.runtime.coordinator import journal, publish
 from planaria.runtime.coordinator.status import show, status
 from planaria.runtime.coordinator.summary import read_summary
+from planaria.runtime.launch.config import contact
 
 
 class Here:
@@ -152,6 +153,16 @@ def test_who_is_refused_hears_one_line(plain: CoordinatorProcess) -> None:
     assert [entry.who for entry in plain.entries(journal.Refused)][2:] == ["w0", "w1", "w1", "w0"]
     assert first.member.welcome.world == 1
     first.member.close()
+
+
+def test_a_run_that_forms_has_nothing_to_save(plain: CoordinatorProcess) -> None:
+    caller = Caller(plain.ready(), token=TOKEN)
+    with pytest.raises(UserError) as caught:
+        caller.call(control.REQUEST, control.SaveCheckpoint(reason="now"), control.Done)
+    assert str(caught.value) == (
+        "the run is forming: a durable checkpoint can be written while it trains; ask again then"
+    )
+    caller.close()
 
 
 def test_bodies_that_are_no_messages_cost_their_sender_one_line(plain: CoordinatorProcess) -> None:
@@ -398,8 +409,8 @@ def test_the_launcher_is_told_and_believed(tmp_path: Path) -> None:
         assert str(caught.value) == (
             "no launcher on node n7 can start spares; add one with 'planaria join'"
         )
-        with pytest.raises(UserError, match=r"^the run is recovering: a durable checkpoint can be"):
-            link.request(control.SaveCheckpoint(reason="now"))
+        note = link.request(control.SaveCheckpoint(reason="now"))
+        assert note == "a durable checkpoint is written after the recovery"
         link.request(control.StopRun(reason="enough", exit_code=1))
         last = wait_for(lambda: [m for m in told if isinstance(m, control.EndRun)])[0]
         assert (last.exit_code, last.reason) == (1, "enough")
@@ -592,6 +603,15 @@ def test_tls_checks_the_coordinator(tmp_path: Path) -> None:
         here = Here(address, "w0", ca=f"{tmp_path}/cert.pem")
         assert here.member.welcome.worker == "w0"
         here.member.kv.put(0, "k", b"v")
+        assert show(str(out), tls=control.Tls(ca=f"{tmp_path}/cert.pem")) == 0
+        for ask in (lambda: show(str(out)), lambda: contact(str(out))):
+            with pytest.raises(UserError) as refused:
+                ask()
+            assert str(refused.value) == (
+                f"the run at {address} speaks TLS; give --ca, the PEM file of the authority that "
+                "signed its certificate"
+            )
+        assert contact(str(out), secure=True)[0] == address
         here.member.close()
         with pytest.raises(JoinError, match=r"^no coordinator answered at"):
             Member(invitation(address, "w1"), attach_timeout=0.5)

@@ -313,7 +313,7 @@ def test_a_durable_checkpoint_that_cannot_be_complete_is_discarded():
     ]
     run.durable(5, 0).feed(Lost("w1", reason="x"))
     assert run.did(Discard) == [
-        Discard(generation=5, reason="epoch 2 began before it was complete")
+        Discard(generation=5, reason="epoch 2 began before it was complete", superseded=True)
     ]
     assert run.state.durable is None
 

@@ -326,7 +326,7 @@ def test_the_pusher_sends_capture_after_capture(serve: Callable[..., DataServer]
         server.set_epoch(2)
     sender.direct(holder.address, epoch=2, floor=1)
     until(lambda: len(acks) == 3, "the acknowledgement of epoch 2 did not come")
-    assert acks[2] == (2, 1, 0)
+    assert acks[2] == (2, 1, 0, holder.address)
     sender.direct(second.address, epoch=2, floor=1)
     until(lambda: len(acks) == 4, "the new holder did not acknowledge")
     assert acks[3][:2] == (2, 1)
@@ -334,7 +334,7 @@ def test_the_pusher_sends_capture_after_capture(serve: Callable[..., DataServer]
     assert second.held.held() == {0: (1,)}
     sender.direct(None, epoch=3, floor=1)
     until(lambda: len(acks) == 5, "a generation without a holder was not told")
-    assert acks[4] == (3, 1, 0)
+    assert acks[4] == (3, 1, 0, None)
     assert errors == []
     capture.close()
     sender.close()

@@ -13,6 +13,7 @@ from torch import nn
 
 import planaria
 from planaria.errors import ConfigError, NonFiniteLoss, UserError
+from planaria.runtime.membership.limits import Timeouts, step_limit
 from planaria.runtime.tally import Tally
 
 
@@ -49,7 +50,9 @@ def test_steps_are_counted_and_parts_are_attributes() -> None:
         assert seen == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
         with pytest.raises(AttributeError) as caught:
             _ = run.modle
-        assert "the run has no part 'modle'; build() returned 'model', 'optimizer'" in str(caught.value)
+        assert "the run has no part 'modle'; build() returned 'model', 'optimizer'" in str(
+            caught.value
+        )
 
 
 def test_an_error_of_the_user_passes_through() -> None:
@@ -138,3 +141,16 @@ def test_scalars_are_told_once_and_only_when_committed() -> None:
     assert tally.settled(2) == [(1, {"loss": 1.0}), (2, {"loss": 2.0})]
     assert tally.settled(2) == []
     assert tally.settled(3) == [(3, {"loss": 3.0})]
+
+
+@pytest.mark.parametrize("name", ["evaluation", "checkpoint", "compile", "data"])
+def test_a_long_phase_has_a_limit(name: str) -> None:
+    seconds, _ = step_limit([1.0] * 9, phase=name, limits=Timeouts().limits())
+    with planaria.join(build) as run, run.phase(name):
+        assert seconds >= 120
+
+
+def test_an_unknown_phase_is_refused_before_the_coordinator_hears_of_it() -> None:
+    with planaria.join(build) as run, pytest.raises(ConfigError) as caught, run.phase("dinner"):
+        pass
+    assert str(caught.value) == "phase is 'dinner': give evaluation, checkpoint, compile or data"

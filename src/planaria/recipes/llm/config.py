@@ -112,8 +112,8 @@ class LlmConfig:
     lr: float = 1e-3
     """Highest learning rate, reached after the warm-up."""
 
-    warmup: int = 20
-    """Steps of linear warm-up from lr / warmup."""
+    warmup: int | None = None
+    """Steps of linear warm-up from lr / warmup; None: a tenth of steps, at most 20."""
 
     lr_floor: float = 0.1
     """Share of `lr` at the end of the cosine (0.1: as in arXiv 2203.15556)."""
@@ -199,7 +199,9 @@ class LlmConfig:
             _number("clip", self.clip, 0.0, None, True)
         if self.dropout is not None:
             _number("dropout", self.dropout, 0.0, 0.99, False)
-        if self.warmup > self.steps:
+        if self.warmup is not None:
+            _integer("warmup", self.warmup, 0, None)
+        if self.warmup is not None and self.warmup > self.steps:
             raise ConfigError(
                 f"warmup: {self.warmup} steps do not fit into steps = {self.steps}; "
                 "lower warmup or raise steps"
@@ -209,6 +211,11 @@ class LlmConfig:
     def cache_folder(self) -> Path:
         """Where tokenizers and tokenised corpora lie."""
         return self.out / "cache" if self.cache is None else self.cache
+
+    @property
+    def warmup_steps(self) -> int:
+        """``warmup``, or its default for ``steps``."""
+        return min(20, self.steps // 10) if self.warmup is None else self.warmup
 
     def per_step(self, world: int) -> int:
         """Samples that ``world`` workers consume in a step."""
@@ -222,7 +229,6 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("batch", 1, None),
     ("accumulate", 1, None),
     ("steps", 1, None),
-    ("warmup", 0, None),
     ("seed", 0, 2**63 - 1),
     ("eval_every", 0, None),
     ("eval_batches", 1, None),

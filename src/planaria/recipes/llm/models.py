@@ -112,16 +112,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def wrap(model: nn.Module, regime: Literal["ddp", "fsdp"]) -> nn.Module:
-    """``model`` under DDP, or under FSDP2 block by block and then as a whole, on the default group.
-
-    DDP is told to look for unused parameters though there are none: otherwise it cuts its buckets
-    anew after its first iteration. The runtime brings a spare's buckets to its peers' order, but a
-    loss in the first step has that step done again with the new cut: other buckets add up in
-    another order, and the run ends with other bits than an undisturbed one (measured: SIGKILL in
-    the first backward of llama-demo on 4 workers).
-    """
+    """``model`` under DDP, or under FSDP2 block by block and then as a whole, on the default group."""
     if regime == "ddp":
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp = DistributedDataParallel(model)
         # Python drops attributes in the order in which they were set, so the group outlives DDP's
         # reducer. Where the reducer is the last to let a gloo group go, it waits for gloo's thread
         # while it holds the interpreter's lock, which that thread may need to free a tensor: two

@@ -178,10 +178,10 @@ class Job:
 
 def rate(config: LlmConfig, done: int) -> float:
     """Share of ``config.lr`` for the step after ``done`` steps: a line up, then half a cosine down."""
-    if done < config.warmup:
-        return (done + 1) / config.warmup
-    length = max(1, config.steps - 1 - config.warmup)
-    progress = min(1.0, (done - config.warmup) / length)
+    if done < config.warmup_steps:
+        return (done + 1) / config.warmup_steps
+    length = max(1, config.steps - 1 - config.warmup_steps)
+    progress = min(1.0, (done - config.warmup_steps) / length)
     return config.lr_floor + (1.0 - config.lr_floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

@@ -435,6 +435,14 @@ class Contact(Body, frozen=True):
     pid: int
     tls: bool = False
 
+    def check_tls(self, given: bool) -> None:
+        """Raises ``UserError`` where the coordinator speaks TLS and no authority was ``given``."""
+        if self.tls and not given:
+            raise UserError(
+                f"the run at {self.address} speaks TLS; give --ca, the PEM file of the authority "
+                "that signed its certificate"
+            )
+
 
 def write_private(path: Path, text: str) -> None:
     """Write ``text`` so that a reader sees all of it or nothing, readable by this user only."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from planaria.runtime import messages
 from planaria.runtime.control import protocol as control
 from planaria.runtime.coordinator import journal
+from planaria.runtime.coordinator.summary import Summary
 from planaria.runtime.membership.events import AnyEvent, Broadcast, FinishedBy, Record
 from planaria.runtime.membership.planning import name_shards
 from planaria.runtime.membership.state import State, Transition
@@ -99,6 +100,16 @@ class Chronicle:
             self.book.write(journal.Protected(epoch=state.epoch, generation=state.committed))
         if isinstance(event, FinishedBy) and state.finished is not before.finished:
             self._finished(event)
+
+    def over(self, summary: Summary) -> None:
+        """The run is over; what it ended with where that is well."""
+        if summary.exit_code != 0 or not summary.steps:
+            return
+        values = " ".join(f"{name} {value:.4g}" for name, value in summary.final.items())
+        line = f"finished at step {summary.steps}{values and f' with {values}'}"
+        if summary.swaps:
+            line += f"; swaps: {len(summary.swaps)}, steps done again: {summary.steps_redone}"
+        self.say(f"{line}; see summary.json", kind="event")
 
     def say(self, text: str, *, kind: str = "swap") -> None:
         """One line for the user's screen."""

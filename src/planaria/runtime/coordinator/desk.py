@@ -277,6 +277,7 @@ class ControlDesk:
         encoded = Encoded()
         for action in after.actions:
             self._act(action, encoded)
+        self._saving.follow(before, state, crowd=self.crowd)
 
     def lose(self, worker: Worker, *, how: str, reason: str) -> None:
         """``worker`` is gone or hung; nothing happens where that is known."""
@@ -470,7 +471,7 @@ class ControlDesk:
             case events.Publish():
                 self._chores.spawn(self._saving.publish(action.generation))
             case events.Discard():
-                self._chores.spawn(self._saving.discard(action.generation, reason=action.reason))
+                self._chores.spawn(self._saving.discard(action))
             case events.Record():
                 pass  # the chronicle has written it
             case _:
@@ -492,7 +493,7 @@ class ControlDesk:
 
     def _write_summary(self) -> None:
         try:
-            summary.write_summary(self.out)
+            self._chronicle.over(summary.write_summary(self.out))
         except Exception as error:
             # Whatever is wrong with a summary, the run has to end.
             self._chronicle.say(f"no summary was written: {error}", kind="error")

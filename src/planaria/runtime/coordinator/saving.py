@@ -38,16 +38,31 @@ class Saving:
         self._keep = keep
         self._chronicle = chronicle
         self._apply = apply
-        self._stop_after: str | None = None
+        self._asked: control.SaveCheckpoint | None = None
+        """What was asked for and is not yet there."""
         self._seconds: dict[int, float] = {}
 
     def ask(self, body: control.SaveCheckpoint, *, state: State, crowd: Crowd) -> control.Done:
-        """Have all owners write a checkpoint after the running attempt."""
-        if state.phase != "training":
+        """Have all owners write a checkpoint: after the running attempt, or after the recovery."""
+        if state.phase in ("forming", "building", "ended"):
             raise UserError(
                 f"the run is {state.phase}: a durable checkpoint can be written while it trains; "
                 "ask again then"
             )
+        self._asked = body
+        if state.phase != "training":
+            return control.Done(note="a durable checkpoint is written after the recovery")
+        self._tell(body, state, crowd)
+        return control.Done(note="a durable checkpoint is written after the running attempt")
+
+    def follow(self, before: State, state: State, *, crowd: Crowd) -> None:
+        """Ask again after a recovery: what was being written is given up with its epoch, and a new
+        owner has not heard of it.
+        """
+        if self._asked is not None and before.phase != "training" and state.phase == "training":
+            self._tell(self._asked, state, crowd)
+
+    def _tell(self, body: control.SaveCheckpoint, state: State, crowd: Crowd) -> None:
         message = messages.SaveDurable(
             reason=body.reason,
             then_stop=body.then_stop,
@@ -55,9 +70,6 @@ class Saving:
         )
         for worker in state.owners.values():
             crowd.send(worker, message)
-        if body.then_stop:
-            self._stop_after = body.reason
-        return control.Done(note="a durable checkpoint is written after the running attempt")
 
     def wrote(self, message: messages.Durable) -> None:
         """One shard has written its part, or failed to."""
@@ -89,19 +101,26 @@ class Saving:
             journal.DurableSaved(generation=generation, path=str(path), seconds=seconds)
         )
         self._apply(events.Published(generation=generation))
-        if self._stop_after is not None:
-            reason = f"{self._stop_after}, after the durable checkpoint of generation {generation}"
+        asked, self._asked = self._asked, None
+        if asked is not None and asked.then_stop:
+            reason = f"{asked.reason}, after the durable checkpoint of generation {generation}"
             self._apply(events.StopRequested(reason=reason, exit_code=0))
 
-    async def discard(self, generation: int, *, reason: str) -> None:
+    async def discard(self, action: events.Discard) -> None:
         """It can never be complete: remove what there is of it."""
+        generation, reason = action.generation, action.reason
         self._seconds.pop(generation, None)
         await asyncio.to_thread(publish.discard, self._out, generation)
-        self._given_up(generation, reason)
+        if action.superseded:
+            self._chronicle.book.write(journal.DurableFailed(generation=generation, reason=reason))
+            self._chronicle.say(f"no durable checkpoint of generation {generation}: {reason}")
+        else:
+            self._given_up(generation, reason)
 
     def _given_up(self, generation: int, reason: str) -> None:
         self._chronicle.book.write(journal.DurableFailed(generation=generation, reason=reason))
         line = f"no durable checkpoint of generation {generation}: {reason}"
         self._chronicle.say(line, kind="error")
-        if self._stop_after is not None:
-            self._apply(events.StopRequested(reason=f"{self._stop_after}; {line}", exit_code=1))
+        asked, self._asked = self._asked, None
+        if asked is not None and asked.then_stop:
+            self._apply(events.StopRequested(reason=f"{asked.reason}; {line}", exit_code=1))

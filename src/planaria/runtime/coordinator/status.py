@@ -60,6 +60,7 @@ def _of_folder(out: Path, tls: control.Tls | None) -> control.Status:
         contact, token = control.read_contact(out)
     except UserError:
         return _of_journal(out)
+    contact.check_tls(tls is not None)
     try:
         return _ask(contact.address, token, tls)
     except CommError:
@@ -115,7 +116,13 @@ def render(state: control.Status) -> Group:
     return Group(*parts)
 
 
-def show(target: str, *, token_file: Path | None = None, as_json: bool = False) -> int:
+def show(
+    target: str,
+    *,
+    token_file: Path | None = None,
+    as_json: bool = False,
+    tls: control.Tls | None = None,
+) -> int:
     """Print the status of ``target``; the exit code of the command."""
     token = None
     if token_file is not None:
@@ -126,7 +133,7 @@ def show(target: str, *, token_file: Path | None = None, as_json: bool = False) 
                 f"token file {token_file} cannot be read: {error.strerror}; give the "
                 f"{control.TOKEN_FILE} of the run"
             ) from None
-    state = status(target, token=token)
+    state = status(target, token=token, tls=tls)
     if as_json:
         sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
     else:

@@ -282,13 +282,17 @@ def _default_threads() -> int:
     return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
-def contact(target: str, token_file: Path | None = None) -> tuple[str, str]:
+def contact(
+    target: str, token_file: Path | None = None, *, secure: bool = False
+) -> tuple[str, str]:
     """Address and token of the run that ``target`` names: its folder, or ``HOST:PORT``.
 
-    For ``HOST:PORT`` the token comes from ``token_file``. Raises :class:`UserError` with one line.
+    For ``HOST:PORT`` the token comes from ``token_file``. ``secure``: whether an authority for TLS
+    was given. Raises :class:`UserError` with one line.
     """
     if Path(target).is_dir():
         found, token = control.read_contact(Path(target))
+        found.check_tls(secure)
         return found.address, token
     host, colon, port = target.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) <= 65_535:

@@ -366,7 +366,7 @@ class _Launch:
                 self._finish(code, reason)
                 return
             status = await asyncio.to_thread(self.link.status, timeout=2.0)
-            if status.phase == "training":
+            if status.phase in ("training", "recovering", "waiting"):
                 body = control.SaveCheckpoint(reason=reason, then_stop=True)
                 await asyncio.to_thread(self.link.request, body)
                 with contextlib.suppress(TimeoutError):

@@ -91,7 +91,8 @@ class WorkerContext:
 
     @property
     def max_redo(self) -> int | None:
-        return self.task.max_redo
+        """As :func:`planaria.join` takes it: two buffers allow no more than 2."""
+        return None if self.task.max_redo is None else min(self.task.max_redo, 2)
 
     def place(self, shard: int, world: int) -> None:
         """Tell the script's environment which shard this worker owns, as ``torchrun`` would.

@@ -213,6 +213,8 @@ class Discard(Action, frozen=True, kw_only=True):
 
     generation: int
     reason: str
+    superseded: bool = False
+    """A new epoch came in between; False: a shard could not write its part."""
 
 
 class Record(Action, frozen=True, kw_only=True):

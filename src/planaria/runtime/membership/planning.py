@@ -362,7 +362,6 @@ def plan(
         transfers=transfers,
         # Before the first step no DDP module has re-cut its buckets yet.
         bucket_orders=merge_bucket_orders(reports) if target else {},
-        first=next((r.first for r in reports.values() if r.first is not None), None),
         lost=lost,
         redone=redone,
         reason=f"{reason}; {redone} step{'s' * (redone != 1)} to do again",

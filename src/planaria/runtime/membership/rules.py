@@ -293,6 +293,8 @@ def _committed(state: State, event: CommittedBy) -> Transition:
         return _unchanged(state, stale)
     if state.plan is None:
         return _unchanged(state, f"epoch {state.epoch} has no plan yet")
+    if event.message.alone and shard in state.holders:
+        return _unchanged(state, f"shard {shard} has a holder now, which has not got {generation}")
     floor = max(state.plan.generation or 0, state.committed or 0)
     if state.announced is not None:
         floor = state.announced + 1

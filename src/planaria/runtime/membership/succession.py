@@ -173,10 +173,8 @@ def _lose_before_forming(
 def _renew(state: State) -> tuple[State, list[Discard]]:
     """A new epoch that knows nothing of the last one's recovery and commits."""
     epoch = state.epoch + 1
-    discards = [
-        Discard(generation=generation, reason=f"epoch {epoch} began before it was complete")
-        for generation in sorted(state.written)
-    ]
+    why = f"epoch {epoch} began before it was complete"
+    discards = [Discard(generation=g, reason=why, superseded=True) for g in sorted(state.written)]
     state = replace(
         state,
         epoch=epoch,

@@ -286,6 +286,22 @@ class Parts:
                 hasher.update(repr((name, owner, plain)).encode())
         return hasher.hexdigest()
 
+    def alone(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Plain tensors that this shard alone holds, by part and path: buffers that each worker
+        updates by itself, modules without data-parallel peers. Empty in a world of one.
+
+        Whoever merges the state of all shards by names must keep these apart: they bear the same
+        names on each, and differ.
+        """
+        if self.world == 1:
+            return {}
+        fixed = self._current()
+        return {
+            (leaf.part, leaf.path): leaf.tensor
+            for leaf, owner in zip(fixed.leaves, fixed.owners, strict=True)
+            if len(leaf.shards) == 1 and not isinstance(owner, DTensor)
+        }
+
     def regime(self) -> tuple[RegimeName, str]:
         """How much of the state no peer holds, and a sentence that says which tensors decide."""
         return restoring.regime(self)

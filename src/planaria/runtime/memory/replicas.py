@@ -237,7 +237,8 @@ class Pusher:
     Args:
         buffers: of this worker; :meth:`notify` says that they have something new.
         access: token, time-out, fence.
-        on_ack: called with (epoch, generation, bytes) when the holder has it complete and checked.
+        on_ack: called with (epoch, generation, bytes, address) when the holder at ``address`` has it
+            complete and checked; address None: nobody holds copies.
         on_error: called with what a send failed by, after one more try over a new connection. Where
             that is a CommError, it is called once for each target, and the send is tried again
             every :data:`RETRY_SECONDS` until it succeeds or :meth:`direct` names another target.
@@ -249,7 +250,7 @@ class Pusher:
         buffers: Buffers,
         access: Access,
         *,
-        on_ack: Callable[[int, int, int], None],
+        on_ack: Callable[[int, int, int, str | None], None],
         on_error: Callable[[Exception], None],
         on_event: Callable[[str], None] | None = None,
     ) -> None:
@@ -326,7 +327,7 @@ class Pusher:
                         return
                     self._acknowledged = due[0]
                     self._told = None
-                self._on_ack(target.epoch, due[0], count)
+                self._on_ack(target.epoch, due[0], count, target.address)
             except EpochSuperseded:
                 return
             except CommError as error:

@@ -49,8 +49,26 @@ def restore(
         )
     if not isinstance(blob, torch.Tensor) and memoryview(blob).readonly:
         blob = bytearray(blob)
-    placements.settle(parts._sharded)
+    leave_iteration(parts)
     _Restorer(parts, layout, blob, everything=only == "all").run()
+
+
+def leave_iteration(parts: Parts) -> None:
+    """Drop what an iteration that was broken off has begun, wherever the state comes from next:
+    gradients, also those that FSDP2 accumulates out of sight, and what GradScaler knows of them.
+    """
+    placements.settle(parts._sharded)
+    for module in parts.modules.values():
+        for parameter in module.parameters():
+            parameter.grad = None
+    for part in parts.optimizers.values():
+        for parameter in part.parameters():
+            parameter.grad = None
+    for other in parts.others.values():
+        if isinstance(other, torch.amp.GradScaler):
+            # It may have unscaled; load_state_dict keeps that, and the next attempt's unscale_()
+            # would be refused.
+            other._per_optimizer_states.clear()
 
 
 class _Restorer:
@@ -83,17 +101,8 @@ class _Restorer:
         for name, module in self.parts.modules.items():
             for path, extra in read.get(name, {}).items():
                 module.get_submodule(path).set_extra_state(extra)
-            for parameter in module.parameters():
-                parameter.grad = None
-        for part in self.parts.optimizers.values():
-            for parameter in part.parameters():
-                parameter.grad = None
         for name, other in self.parts.others.items():
             other.load_state_dict(read[name])
-            if isinstance(other, torch.amp.GradScaler):
-                # A broken attempt may have unscaled; load_state_dict keeps that, and the next
-                # attempt's unscale_() would be refused.
-                other._per_optimizer_states.clear()
 
     def _check_parts(self) -> None:
         known = {*self.parts.modules, *self.parts.optimizers, *self.parts.others}
