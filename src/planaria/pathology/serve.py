@@ -135,7 +135,8 @@ class Viewer:
             for r in self.results.values()
         )
         return (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><link rel="icon" href="data:,"><title>Slides</title>'
+            '<!doctype html><html lang="en"><meta charset="utf-8">'
+            '<link rel="icon" href="data:,"><title>Slides</title>'
             "<style>body{font:16px/1.6 system-ui,sans-serif;margin:2rem;max-width:50rem}</style>"
             f"<h1>Slides</h1><ul>{rows}</ul><p>{DISCLAIMER}</p></html>"
         )
