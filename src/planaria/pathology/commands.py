@@ -17,7 +17,7 @@ import tyro
 
 from planaria.errors import ConfigError, PlanariaError
 from planaria.pathology.folder import find_slides, process, read_mpp_table
-from planaria.pathology.heat import DISCLAIMER, over_thumbnail, save_heat, save_overview
+from planaria.pathology.heat import DISCLAIMER, HeatMap, over_thumbnail, save_heat, save_overview
 from planaria.pathology.regions import thumbnail
 from planaria.pathology.slides import Slide, SlideInfo, open_slide
 from planaria.pathology.tiles import TileConfig, tile_slide, write_csv, write_h5, write_preview
@@ -150,9 +150,7 @@ class Predict:
         """0 unless no slide at all could be scored."""
         # Torch is slow to import: info and tile do without it.
         from planaria.pathology.bundle import load_bundle
-        from planaria.pathology.geojson import features, write_geojson, write_heat_csv
         from planaria.pathology.predict import PredictConfig, predict_slide
-        from planaria.pathology.viewer import render_page, write_page
 
         config = PredictConfig(overlap=self.overlap, batch=self.batch)
         card, model = load_bundle(self.model)
@@ -160,27 +158,23 @@ class Predict:
         table = overrides(slides, one=self.slide_mpp, table=self.mpp_csv, say=say)
         notes = (*card.notes, f"Trained on: {card.trained_on}.")
         threshold = card.threshold if card.kind == "metastasis" else 0.5
-        name = "Tumor"
 
         def work(slide: Slide, folder: Path) -> tuple[bool, str, dict[str, Any]]:
             found = predict_slide(
                 slide, card=card, model=model, config=config, tissue_config=self.tissue
             )
-            info, heat = slide.info, found.heat
-            save_heat(folder / "heat.npz", heat=heat)
-            collection = features(
-                heat, info=info, threshold=threshold, name=name, origin=self.origin
-            )
-            write_geojson(folder / f"{info.path.stem}.geojson", collection=collection)
-            write_heat_csv(folder / "heat.csv", heat=heat, info=info)
-            pixels, down = thumbnail(slide)
-            origin = (info.bounds.x, info.bounds.y)
-            laid = over_thumbnail(pixels, heat=heat, origin=origin, down=down)
-            save_overview(folder / "overview.png", pixels=laid)
-            said = "no score" if found.score is None else f"{heat.label} {found.score:.3f}"
+            said = "no score" if found.score is None else f"{found.heat.label} {found.score:.3f}"
             call = f"{found.call} ({said}; {found.rule})"
-            page = render_page(slide, heat=heat, call=call, notes=notes, inline_px=self.page_px)
-            write_page(folder / "index.html", html=page)
+            write_overlays(
+                slide,
+                folder,
+                heat=found.heat,
+                call=call,
+                notes=notes,
+                threshold=threshold,
+                origin=self.origin,
+                page_px=self.page_px,
+            )
             facts = {
                 "score": found.score,
                 "call": call,
@@ -240,6 +234,36 @@ SlideCommand = (
     | Annotated[View, tyro.conf.subcommand("view")]
 )
 """What ``planaria slide`` parses."""
+
+
+def write_overlays(
+    slide: Slide,
+    folder: Path,
+    *,
+    heat: HeatMap,
+    call: str,
+    notes: tuple[str, ...],
+    threshold: float,
+    origin: str,
+    page_px: int,
+) -> None:
+    """Writes a heat-map in every form: npz, GeoJSON, CSV, overview and page."""
+    from planaria.pathology.geojson import features, write_geojson, write_heat_csv
+    from planaria.pathology.viewer import render_page, write_page
+
+    info = slide.info
+    save_heat(folder / "heat.npz", heat=heat)
+    collection = features(heat, info=info, threshold=threshold, origin=origin)
+    write_geojson(folder / f"{info.path.stem}.geojson", collection=collection)
+    write_heat_csv(folder / "heat.csv", heat=heat, info=info)
+    pixels, down = thumbnail(slide)
+    corner = (info.bounds.x, info.bounds.y)
+    save_overview(
+        folder / "overview.png",
+        pixels=over_thumbnail(pixels, heat=heat, origin=corner, down=down),
+    )
+    page = render_page(slide, heat=heat, call=call, notes=notes, inline_px=page_px)
+    write_page(folder / "index.html", html=page)
 
 
 def describe(info: SlideInfo) -> dict[str, Any]:

@@ -73,6 +73,15 @@ def features(
                     key=f"{info.path.name}/tile/{column}/{row}",
                 )
             )
+    found += _regions(boxes, name=name, slide=info.path.name, threshold=threshold)
+    return {"type": "FeatureCollection", "features": found}
+
+
+def _regions(
+    boxes: list[BaseGeometry], *, name: str, slide: str, threshold: float
+) -> list[dict[str, Any]]:
+    """One annotation for each connected region of ``boxes``."""
+    found: list[dict[str, Any]] = []
     regions = shapely.unary_union(boxes)
     parts = [] if regions.is_empty else list(getattr(regions, "geoms", [regions]))
     centres = shapely.STRtree([box.centroid for box in boxes])
@@ -85,10 +94,10 @@ def features(
                 name=name,
                 colour=[200, 0, 0],
                 measurements={"tiles": len(inside), "area px^2": round(region.area, 1)},
-                key=f"{info.path.name}/region/{index}/{threshold}",
+                key=f"{slide}/region/{index}/{threshold}",
             )
         )
-    return {"type": "FeatureCollection", "features": found}
+    return found
 
 
 def _cell(heat: HeatMap, column: int, row: int, shift: tuple[int, int]) -> BaseGeometry:

@@ -101,7 +101,7 @@ def saturation(rgb: Pixels) -> NDArray[np.float32]:
     """HSV saturation of [H, W, 3] pixels: [H, W], 0 (grey) to 1."""
     high = brightest(rgb).astype(np.float32)
     low = darkest(rgb).astype(np.float32)
-    return (high - low) / np.maximum(high, np.float32(1))
+    return ((high - low) / np.maximum(high, 1.0)).astype(np.float32, copy=False)
 
 
 def pen_mask(rgb: Pixels) -> Mask:
