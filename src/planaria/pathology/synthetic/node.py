@@ -36,11 +36,11 @@ class NodeConfig:
     """Pixels along one side of a patch."""
     mpp: float = 0.97
     """µm/px, as in PCam."""
-    likeness: float = 0.4
+    likeness: float = 0.35
     """0: tumour nuclei are twice as large as lymphocytes'; 1: they look like histiocytes."""
     mimics: float = 0.35
     """Fraction of a patch that histiocytes occupy."""
-    focus: tuple[float, float] = (3.0, 12.0)
+    focus: tuple[float, float] = (5.0, 14.0)
     """Range of the radius of the tumour in a positive patch's centre, in µm. The smallest hold no
     whole cell, so that no method reaches an AUC of 1."""
     around: float = 0.5
