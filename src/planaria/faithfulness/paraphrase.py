@@ -115,8 +115,9 @@ def _places(step: str) -> tuple[tuple[int, int, str], ...]:
         while start >= 0:
             end = start + len(old)
             before, after = step[start - 1 : start], step[end : end + 1]
-            if not (before.isalnum() or before in ("\\", "'", "_")) or not before:
-                if not (after.isalnum() or after == "'") or not after:
-                    out.append((start, end, new))
+            bound = before.isalnum() or before in ("\\", "'", "_")
+            inside = (before and bound) or (after and (after.isalnum() or after == "'"))
+            if not inside:
+                out.append((start, end, new))
             start = step.find(old, end)
     return tuple(out)
