@@ -266,7 +266,10 @@ def _bbm(row: Row) -> list[Chain]:
 
 
 def _prmbench(row: Row) -> list[Chain]:
-    pair = str(row.get("idx") or digest(str(row["original_question"]), *row["modified_process"]))
+    # ``idx`` is not unique: one question has a row for each class of error.
+    pair = digest(str(row["original_question"]), *map(str, row["modified_process"]))
+    if row.get("idx"):
+        pair = f"{row['idx']}-{row.get('classification') or pair}"
     errors = tuple(sorted({int(step) - 1 for step in row["error_steps"]}))
     changed = row["original_question"] != row["modified_question"]
     modified = tuple(str(step) for step in row["modified_process"])

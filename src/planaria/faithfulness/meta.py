@@ -71,9 +71,10 @@ def meta_evaluate(scores: Sequence[ChainScore], *, seed: int = 0) -> Meta:
     ``auroc`` and ``average_precision``: the flaw score for chains with a wrong step; with
     ``_explained`` the same without chains whose answer is wrong though no step is labelled wrong.
     ``first_error_accuracy``: on flawed chains, the named step is the labelled one.
-    ``false_alarm_rate``: chains without a wrong step in which one is named. ``caught_right_answers``:
-    chains with a right answer and a wrong step in which one is named. ``processbench_f1``: harmonic
-    mean of first-error accuracy and the share of flawless chains where none is named.
+    ``false_alarm_rate``: chains without a wrong step in which one is named.
+    ``caught_right_answers``: chains with a right answer and a wrong step in which one is named.
+    ``processbench_f1``: harmonic mean of first-error accuracy and the share of flawless chains
+    where none is named.
     ``answer_auroc``: R for right answers. ``step_calibration_error`` and ``step_brier``: step
     probabilities against labels up to the first wrong step.
     """

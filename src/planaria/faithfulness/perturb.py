@@ -131,6 +131,23 @@ def check(original: tuple[str, ...], alternative: tuple[str, ...]) -> str | None
     return None
 
 
+def diff(original: tuple[str, ...], alternative: tuple[str, ...]) -> tuple[Change, ...]:
+    """Steps that differ, for alternatives whose maker does not say what it changed."""
+    width = max(len(original), len(alternative))
+    pairs = [
+        (
+            original[i] if i < len(original) else "",
+            alternative[i] if i < len(alternative) else "",
+        )
+        for i in range(width)
+    ]
+    return tuple(
+        Change(step=index, before=before, after=after)
+        for index, (before, after) in enumerate(pairs)
+        if before != after
+    )
+
+
 def normal(steps: tuple[str, ...]) -> str:
     """Text without what carries no meaning: case, spaces, punctuation at the ends."""
     text = " ".join(plain_digits(step) for step in steps).casefold()
