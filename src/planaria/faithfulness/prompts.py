@@ -18,8 +18,8 @@ VERSION = "1"
 """Changes with every change of a prompt below."""
 
 COMPARE = """You check reasoning. Two continuations of an unfinished solution are given. Exactly \
-one question matters: which of them follows from the question and the steps so far? Style, length and \
-order do not matter.
+one question matters: which of them follows from the question and the steps so far? Style, length \
+and order do not matter.
 
 Question:
 {question}

@@ -268,7 +268,7 @@ class Estimate:
     input_tokens: int
     """At four characters a token."""
     output_tokens: int
-    """At the longest answer that the verdict form allows, 20 tokens, or the alternative's length."""
+    """20 tokens a verdict, and an alternative's length."""
     money: float | None
     """US dollars; None when the price is not known."""
 

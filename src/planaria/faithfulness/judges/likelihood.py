@@ -312,12 +312,12 @@ class LikelihoodJudge:
         wanted: list[tuple[Pieces, str]] = []
         for request in requests:
             if isinstance(request, Compare):
-                pieces = self._context(request.question, request.prefix)
+                pieces = self.context(request.question, request.prefix)
                 wanted += [(pieces, _text(request.a)), (pieces, _text(request.b))]
             elif isinstance(request, Supports):
                 stated = f"The answer is {request.answer.strip()}"
-                with_chain = self._context(request.question, request.steps)
-                wanted += [(with_chain, stated), (self._context(request.question, ()), stated)]
+                with_chain = self.context(request.question, request.steps)
+                wanted += [(with_chain, stated), (self.context(request.question, ()), stated)]
         scored = iter(self.scorer.score(wanted))
         out: list[Verdict] = []
         for request in requests:
@@ -329,7 +329,8 @@ class LikelihoodJudge:
                 out.append(abstain("a likelihood judge does not verify steps"))
         return out
 
-    def _context(self, question: str, steps: tuple[str, ...]) -> Pieces:
+    def context(self, question: str, steps: tuple[str, ...]) -> Pieces:
+        """Question and steps as pieces; nothing where the control shows no context."""
         if not self.settings.context:
             return ()
         return (f"Question: {question.strip()}\nAnswer:\n", *(f"{step}\n" for step in steps))
