@@ -341,8 +341,8 @@ def _read(text: str, variables: tuple[tuple[str, Fraction], ...]) -> StepArithme
 
 def _says_something(left: str, right: str, *, chained: bool) -> bool:
     """``20 = 10`` in running text is more often a label than a claim."""
-    plain = re.compile(r"[-+]?\(?[\d./()]+\)?")
-    return chained or not (plain.fullmatch(left) and "*" not in left and plain.fullmatch(right))
+    plain = re.compile(r"[-+]?\(?(?:\d+|\(\d+/10+\))(?:/100)?\)?")
+    return chained or not (plain.fullmatch(left) and plain.fullmatch(right))
 
 
 def _equation(

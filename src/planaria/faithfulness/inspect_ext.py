@@ -17,8 +17,8 @@ from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.model import ModelAPI, get_model, modelapi
 from inspect_ai.scorer import (
     Score,
-    ScoreReducer,
     Scorer,
+    ScoreReducer,
     Target,
     mean,
     score_reducer,
@@ -65,7 +65,7 @@ def fact_e(
         dataset=MemoryDataset(samples, name=Path(data).stem),
         solver=generate(),
         scorer=fact_e_scorer(splits=splits, trials=trials, seed=seed),
-        epochs=Epochs(n, ["planaria/fact_e_select"]) if n > 1 else 1,
+        epochs=Epochs(n, [fact_e_select()]) if n > 1 else 1,
     )
 
 

@@ -100,7 +100,7 @@ _SYNONYMS = {
     "wrong": ("wrong", "incorrect", "false", "no", "invalid"),
     "yes": ("yes", "true", "right", "correct"),
     "no": ("no", "false", "wrong", "incorrect"),
-    "neither": ("neither", "none", "na", "n/a", "tie", "equal", "both"),
+    "neither": ("neither", "none", "na", "n/a", "tie", "equal"),
     "A": ("a",),
     "B": ("b",),
 }
@@ -207,7 +207,7 @@ def read_confidence(text: str) -> float | None:
     """A stated confidence in [0, 1]: "95%", "95", "0.95", ".95"; None when none is stated."""
     from_json = _json_value(text, ("confidence", "probability"))
     labelled = re.search(
-        r"(?:confidence|probability|sure)\W{0,6}(\d+(?:\.\d+)?|\.\d+)\s*(%)?", text, re.IGNORECASE
+        r"(?:confidence|probability|sure)\W{0,6}?(\d+(?:\.\d+)?|\.\d+)\s*(%)?", text, re.IGNORECASE
     )
     loose = re.search(r"(?<![\d.])(\d{1,3}(?:\.\d+)?|\.\d+)\s*(%)?\s*$", text.strip())
     if from_json is not None:

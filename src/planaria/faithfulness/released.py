@@ -1,10 +1,10 @@
 """The released code's estimator, faults included: ``preset="released"``.
 
 What github peachch/FACT-E does at 9c485fb, written anew from its behaviour: the same model perturbs
-and judges, one split point whatever K says, the original always stands first, only the exact answers
-"A" and "Option A" count for it, an unread verdict makes a chain's C 0, and a chain of one step has
-F = 0. Prompts are worded by us, so scores of real models are close to the released ones, not equal.
-It is here to be compared with, and to reproduce what it gave.
+and judges, one split point whatever K says, the original always stands first, only the exact
+answers "A" and "Option A" count for it, an unread verdict makes a chain's C 0, and a chain of one
+step has F = 0. Prompts are worded by us, so scores of real models are close to the released ones,
+not equal. It is here to be compared with, and to reproduce what it gave.
 """
 
 from __future__ import annotations
