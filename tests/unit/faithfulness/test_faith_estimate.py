@@ -15,6 +15,7 @@ from planaria.faithfulness.chains import Chain, Labels
 from planaria.faithfulness.control import correct
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.calculator import CalculatorJudge
+from planaria.faithfulness.judges.panel import PanelJudge
 from planaria.faithfulness.judges.protocol import (
     Compare,
     Outcome,
@@ -272,3 +273,18 @@ def test_a_perturber_that_gives_nothing_leaves_f_unknown(chain: Chain) -> None:
     score = asyncio.run(score_chain(chain, judge=CalculatorJudge(), perturber=Nothing()))
     assert score.faithfulness is None
     assert score.counts["compare.not_made"] == 10
+
+
+def test_the_calculator_needs_no_null_control_and_a_panel_with_it_does(chain: Chain) -> None:
+    class Asked(CalculatorJudge):
+        exact = False
+
+    without = scored([chain], CalculatorJudge())[0]
+    with_nulls = scored([chain], Asked())[0]
+    assert all(c.kind is not Kind.PARAPHRASE for c in without.contrasts)
+    nulls = [c for c in with_nulls.contrasts if c.kind is Kind.PARAPHRASE]
+    assert nulls
+    assert all(c.win is None for c in nulls)
+    assert without.faithfulness == with_nulls.faithfulness
+    panel = scored([chain], PanelJudge([CalculatorJudge(), Taste("length")]))[0]
+    assert any(c.kind is Kind.PARAPHRASE for c in panel.contrasts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import average_precision_score, roc_auc_score
 
 from planaria.errors import DataError
 from planaria.faithfulness.chains import Chain, Labels
@@ -31,7 +31,13 @@ from planaria.faithfulness.select import (
     majority,
     votes_by_reliability,
 )
-from planaria.faithfulness.statistics import auroc, paired_interval, resample, wilson
+from planaria.faithfulness.statistics import (
+    auroc,
+    average_precision,
+    paired_interval,
+    resample,
+    wilson,
+)
 
 
 def candidate(answer: str | None, correct: bool | None, r: float | None = None) -> Candidate:
@@ -113,6 +119,8 @@ def test_statistics_agree_with_sklearn_and_keep_clusters() -> None:
     weights = rng.integers(0, 3, 60).astype(float)
     expected = roc_auc_score(truth, scores, sample_weight=weights)
     assert auroc(scores, truth, weights=weights) == pytest.approx(expected, abs=1e-12)
+    expected = average_precision_score(truth, scores, sample_weight=weights)
+    assert average_precision(scores, truth, weights=weights) == pytest.approx(expected, abs=1e-12)
     data = np.repeat([0.0, 1.0] * 5, 20)
     names = [str(i // 20) for i in range(200)]
     wide = resample(lambda w: float((w * data).sum() / w.sum()), clusters=names)

@@ -162,7 +162,8 @@ def report(question: str, steps: Sequence[str]) -> ChainReport:
 
 
 class CalculatorJudge:
-    """Arithmetic and provenance. Answers all three questions; never samples; order is indifferent.
+    """Arithmetic and provenance. Answers all three questions; never samples; order is indifferent;
+    ``exact``: it reads numbers only, so that no null control is asked of it.
 
     ``p`` of ``verify`` is 0.02 for a false equality and else falls from 0.98 with the share of
     operands without a source, to 0.5 when none has one.
@@ -172,6 +173,7 @@ class CalculatorJudge:
     answers = frozenset({Compare, Verify, Supports})
     order_matters = False
     samples = False
+    exact = True
 
     def __init__(self) -> None:
         self._prefixes: dict[tuple[str, tuple[str, ...]], _Reading] = {}
