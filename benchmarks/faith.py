@@ -219,8 +219,8 @@ def null_control(scores: Sequence[ChainScore]) -> list[str]:
         "## Null control, embedded",
         "",
         "How often the original is taken over its paraphrase, on GSM8K chains: raw, and after "
-        "the correction that the other questions' paraphrases give. One half is no taste. The corrected "
-        "score is clipped to [0, 1] for each chain.",
+        "the correction that the other questions' paraphrases give. One half is no taste. The "
+        "corrected score is clipped to [0, 1] for each chain.",
         "",
         *table(("", "value and 95 % interval", "n"), rows),
     ]
