@@ -138,7 +138,8 @@ def _expression(tokens: list[Token], names: frozenset[str]) -> str | None:
     """Python source of a token run, or None where it is not an expression.
 
     Unit words (at most two) may follow an operand; a unit ratio such as "GB/minute" is dropped;
-    ``40%`` becomes ``(40/100)``; a bracket after an operand multiplies.
+    ``40%`` becomes ``(40/100)``; a bracket after an operand multiplies. One branch per class of
+    token, which is why it is longer than sixty lines.
     """
     out: list[str] = []
     operand = False  # the last thing written was an operand

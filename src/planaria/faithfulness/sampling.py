@@ -42,6 +42,8 @@ async def sample_chains(
 ) -> Sampled:
     """``n`` chains for each question; what the journal has is not sampled again.
 
+    Longer than sixty lines: journal, budget, call and reading of one chain stand in one place.
+
     Raises :class:`~planaria.errors.ConfigError` for several chains at temperature 0, which would
     all be the same.
     """
