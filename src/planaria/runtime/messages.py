@@ -4,9 +4,9 @@ One ``msgspec.Struct`` per message, encoded as MessagePack with a ``type`` tag, 
 validates. Everything here is immutable plain data without torch: the coordinator and the pure
 functions (:mod:`.membership`, :mod:`.planning`) import nothing else of the runtime.
 
-Units: seconds and bytes. A *shard* is an integer, the linear position on the mesh, which is also the
-rank of its owner in the default group. A *worker* is a string that no other process of the run ever
-has again. A *generation* g is the state after g committed training steps; generation 0 is what
+Units: seconds and bytes. A *shard* is an integer, the linear position on the mesh, which is also
+the rank of its owner in the default group. A *worker* is a string that no other process of the run
+ever has again. A *generation* g is the state after g committed training steps; generation 0 is what
 ``build`` made.
 """
 
@@ -26,7 +26,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults
 
 
 class Hello(Message, frozen=True):
-    """First message of a stream. A wrong token, version or config digest is refused with one line."""
+    """First message of a stream. Wrong token, version or config digest: refused with one line."""
 
     token: str
     run: str
@@ -40,6 +40,8 @@ class Hello(Message, frozen=True):
     """Digest of the script, its arguments and its resolved configuration."""
     data_address: str
     """``host:port`` of this worker's data server (see :mod:`.replicas`)."""
+    rank: int | None = None
+    """Shard that the launcher promised it (RANK of its environment); None for a spare."""
 
 
 class Ready(Message, frozen=True):
@@ -47,7 +49,7 @@ class Ready(Message, frozen=True):
 
 
 class Joinless(Message, frozen=True):
-    """The script called ``init_process_group`` without joining: it can be restarted, not swapped."""
+    """The script called ``init_process_group`` without joining: restarted if lost, not swapped."""
 
 
 class ReplicaSet(Message, frozen=True):
@@ -77,8 +79,12 @@ class Report(Message, frozen=True):
     """Per DDP module that has re-cut its buckets: order of parameter indices."""
     groups: tuple[str, ...] = ()
     """Names of the process groups this worker is a member of, in order of creation."""
+    max_redo: int = 2
+    """Steps that this worker lets be done again: it begins step t only when generation
+    t - max_redo is committed for all."""
     attempted: int = 0
-    """Newest step this worker has begun to attempt (1-based; step s makes generation s)."""
+    """Newest step this worker has begun to attempt (1-based; step s makes generation s) since it
+    carried out a plan; the generation of that plan where it has begun none."""
 
 
 class Restored(Message, frozen=True):
@@ -166,6 +172,16 @@ class Failed(Message, frozen=True):
     exit_code: int = 1
 
 
+class Left(Message, frozen=True):
+    """The script has ended by itself; the stream that closes after this is no loss.
+
+    Only for a worker that never joined, or whose run is over: an owner that leaves before has ended
+    too early, which ends the run.
+    """
+
+    exit_code: int = 0
+
+
 class Scalar(Message, frozen=True):
     """Named numbers of a committed step, for journal, progress line and summary."""
 
@@ -187,6 +203,7 @@ FromWorker = (
     | Durable
     | Finished
     | Failed
+    | Left
     | Scalar
 )
 
@@ -272,6 +289,23 @@ class Plan(Message, frozen=True):
     reason: str
     rollback: bool = False
     """True where ``generation`` must be read from the durable checkpoint on disk."""
+    keepers: tuple[Owner, ...] = ()
+    """Holders that own no shard: in a world of one, the spare that keeps the copy."""
+    committed: int | None = None
+    """Newest generation committed for every shard, never above ``generation``. Buffers and slots
+    with any other generation than these two are void: nothing of them will be committed now."""
+
+
+class Hold(Message, frozen=True):
+    """A spare that kept the copy (world of one) has changed: keep to these holders from now on.
+
+    The epoch, the attempt under way and everything else of the plan stay as they are. ``holders``
+    empty: there is none; a capture is committed by its owner alone.
+    """
+
+    epoch: int
+    holders: dict[Shard, Worker]
+    keepers: tuple[Owner, ...] = ()
 
 
 class Released(Message, frozen=True):
@@ -309,8 +343,21 @@ class SaveDurable(Message, frozen=True):
 
     reason: str
     then_stop: bool = False
+    at: int = 0
+    """Generation to write: newest committed + max_redo, the newest step that anyone can be
+    attempting, so that nobody is past it; 0: the next one (a run without peers)."""
 
 
 FromCoordinator = (
-    Welcome | Assign | Break | Plan | Released | AllCommitted | Ping | Fence | Stop | SaveDurable
+    Welcome
+    | Assign
+    | Break
+    | Plan
+    | Hold
+    | Released
+    | AllCommitted
+    | Ping
+    | Fence
+    | Stop
+    | SaveDurable
 )

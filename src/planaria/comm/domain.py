@@ -1,0 +1,262 @@
+"""The communication state of one worker: mode, epoch, and every handle it has made.
+
+There is one :class:`Domain` per worker and one broken flag per domain, not per group: with a flag per
+group, garbage left through the healthy group of a two-dimensional mesh, and a worker elsewhere trained
+on it (decision 5 of the design).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from planaria.comm.store import EpochStore, KeyValue
+from planaria.comm.transport import Transport
+from planaria.errors import AttemptBroken, CommError, EpochSuperseded
+
+if TYPE_CHECKING:
+    from planaria.comm.handle import RebuildableGroup
+
+log = logging.getLogger(__name__)
+
+_OBJECT_COLLECTIVES = frozenset(
+    {
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+        "barrier",
+        "monitored_barrier",
+    }
+)
+_RECEIVING_OBJECTS = frozenset({"broadcast_object_list", "scatter_object_list", "recv_object_list"})
+# Files whose functions on the stack mean: inside forward, backward or clipping. They must be allowed
+# to complete, since DDP's reducer and FSDP's states cannot be left half-way by an exception.
+_MUST_COMPLETE = (
+    "torch/nn/modules/module.py",
+    "torch/autograd/",
+    "torch/nn/utils/clip_grad.py",
+    "torch/nn/parallel/distributed.py",
+    "torch/distributed/fsdp/",
+    "torch/distributed/pipelining/",
+)
+
+
+class Mode(enum.Enum):
+    """What a collective does.
+
+    LIVE: it runs on the inner group. BROKEN: a peer was lost; it returns at once, with whatever is in
+    the buffers, until the attempt has been left. SOLO: a spare builds alone; it returns at once with
+    the caller's own data.
+    """
+
+    LIVE = "live"
+    BROKEN = "broken"
+    SOLO = "solo"
+
+
+class Domain:
+    """One worker's groups, their epoch and their one broken flag.
+
+    Thread-safe where it says so: ``fail`` and ``supersede`` are called by the control thread and by
+    gloo's threads; everything else by the training thread.
+    """
+
+    def __init__(
+        self, transport: Transport, kv: KeyValue, *, timeout: float, rebuild: float
+    ) -> None:
+        """``timeout``: seconds a collective may take; ``rebuild``: seconds a new group may take."""
+        self.transport = transport
+        self.kv = kv
+        self.timeout = timeout
+        self.rebuild_timeout = rebuild
+        self.mode = Mode.LIVE
+        self.epoch = 0
+        self.rank = 0
+        self.world = 1
+        self.reason = ""
+        self.handles: dict[str, RebuildableGroup] = {}
+        self.entered = 0
+        self.outstanding = 0
+        self.on_failure: Callable[[int, str], None] = lambda epoch, reason: None
+        """Told once per epoch, by any thread, that a communicator failed: (epoch, reason)."""
+        self.on_collective: Callable[[], None] | None = None
+        """Told by the caller's thread when a collective has been launched (fault injection)."""
+        self._lock = threading.RLock()
+        self._training_thread = threading.get_ident()
+        self._resting = threading.Event()
+        self._resting.set()
+        self._superseded_below = 0
+        self._store: EpochStore | None = None
+
+    # ------------------------------------------------------------------ leaving
+
+    def fail(self, epoch: int, reason: str) -> None:
+        """A communicator of ``epoch`` failed: break the worker and free whoever is stuck in it.
+
+        Any thread. Older epochs are ignored. The inner groups are not dropped here: gloo's own thread
+        may be the caller, and dropping a group from it ends the process.
+        """
+        with self._lock:
+            if epoch != self.epoch or self.mode is not Mode.LIVE:
+                return
+            self.mode = Mode.BROKEN
+            self.reason = reason
+            self.transport.free(list(filter(None, (h.inner for h in self.handles.values()))))
+        self.on_failure(epoch, reason)
+
+    def supersede(self, epoch: int, reason: str) -> None:
+        """The coordinator has made ``epoch``: whatever belongs to an older one is to be left now.
+
+        Any thread. Returns once the training thread stands still or, where it computes, when nothing
+        more can hold it: sockets are shut again and again meanwhile, since a group that is being
+        connected opens new ones.
+        """
+        with self._lock:
+            self._superseded_below = max(self._superseded_below, epoch)
+            if self.epoch >= epoch:
+                return
+            if self.mode is Mode.LIVE:
+                self.mode = Mode.BROKEN
+                self.reason = reason
+        while True:
+            with self._lock:
+                if self.epoch >= epoch:
+                    return
+                self.transport.free(list(filter(None, (h.inner for h in self.handles.values()))))
+            if self._resting.wait(0.05):
+                return
+
+    def rest(self) -> None:
+        """The training thread has left every collective."""
+        self._resting.set()
+
+    def check(self) -> None:
+        """A boundary: raises :class:`AttemptBroken` where the worker is broken."""
+        if self.mode is Mode.BROKEN:
+            raise AttemptBroken(f"attempt given up: {self.reason}")
+
+    def may_complete(self) -> bool:
+        """Whether a collective of a broken attempt has to return instead of raising.
+
+        True inside forward, backward and clipping, and on threads other than the training thread
+        (autograd's device threads have no Python frames of their own).
+        """
+        if threading.get_ident() != self._training_thread:
+            return True
+        names, inside = self._stack()
+        return inside and not names & _OBJECT_COLLECTIVES
+
+    def receives_objects(self) -> bool:
+        return bool(self._stack()[0] & _RECEIVING_OBJECTS)
+
+    @staticmethod
+    def _stack() -> tuple[set[str], bool]:
+        """Names of the frames of ``torch.distributed``'s functions; whether a forward is among them.
+
+        Walked only in a broken or solo worker, so it costs a healthy one nothing.
+        """
+        names: set[str] = set()
+        inside = False
+        frame = sys._getframe(1)
+        while frame is not None:
+            code: CodeType = frame.f_code
+            if code.co_filename.endswith("distributed_c10d.py"):
+                names.add(code.co_name)
+            inside = inside or any(part in code.co_filename for part in _MUST_COMPLETE)
+            frame = frame.f_back
+        return names, inside
+
+    # ------------------------------------------------------------------ epochs
+
+    def begin(self, epoch: int, *, rank: int, world: int, solo: bool) -> None:
+        """Bind the domain to a shard; groups made from now on are live, or solo on a spare."""
+        with self._lock:
+            self.rank, self.world = rank, world
+            self._training_thread = threading.get_ident()
+            if solo:
+                self.mode = Mode.SOLO
+                return
+        self._enter(epoch)
+
+    def _enter(self, epoch: int) -> None:
+        with self._lock:
+            if epoch < self._superseded_below:
+                raise EpochSuperseded(
+                    f"epoch {epoch} is over: epoch {self._superseded_below} exists"
+                )
+            self.epoch = epoch
+            self.mode = Mode.LIVE
+            self.reason = ""
+            self.entered = 0
+            self.outstanding = 0
+            self._resting.clear()
+        self.kv.put(epoch, f"comm/{self.rank}", self.transport.address.encode())
+        keys = [f"comm/{rank}" for rank in range(self.world)]
+        found = self.kv.get_many(epoch, keys, self.rebuild_timeout)
+        self.transport.meet(value.decode() for value in found)
+
+    def rebuild(self, epoch: int) -> None:
+        """Give every handle a new inside in ``epoch``.
+
+        Blocks until all members are there. Raises :class:`EpochSuperseded` as soon as a newer epoch
+        is known, :class:`CommError` where a peer fails meanwhile; the domain is broken then.
+        """
+        for handle in self.handles.values():
+            handle.drop()
+        try:
+            self._enter(epoch)
+            for handle in self.handles.values():
+                handle.fill()
+        except EpochSuperseded:
+            self._give_up(epoch, "a newer epoch exists")
+            raise
+        except RuntimeError as error:
+            self._give_up(epoch, str(error).splitlines()[0])
+            raise CommError(f"groups of epoch {epoch} could not be rebuilt: {error}") from error
+
+    def _give_up(self, epoch: int, reason: str) -> None:
+        with self._lock:
+            if self.epoch == epoch:
+                self.mode = Mode.BROKEN
+                self.reason = reason
+        self.rest()
+
+    def store(self, name: str) -> dist.Store:
+        """The store in which members of group ``name`` find each other in this epoch."""
+        return dist.PrefixStore(f"group/{name}", self.epoch_store())
+
+    def epoch_store(self) -> EpochStore:
+        """The store of the present epoch.
+
+        It is kept here: a prefix store holds its C++ half only, and with the Python half gone every
+        call ends in "Not implemented".
+        """
+        if self._store is None or self._store.epoch != self.epoch:
+            self._store = EpochStore(self.kv, epoch=self.epoch, timeout=self.rebuild_timeout)
+        return self._store
+
+    def close(self) -> None:
+        """Free and drop everything; the worker leaves."""
+        with self._lock:
+            if self.mode is Mode.LIVE:
+                self.mode = Mode.BROKEN
+                self.reason = "the worker leaves"
+            self.transport.free(list(filter(None, (h.inner for h in self.handles.values()))))
+        self.rest()
+        for handle in self.handles.values():
+            handle.drop()
+
+    def discard(self) -> None:
+        """Forget all handles, for a build that has to begin again from nothing."""
+        self.close()
+        self.handles.clear()

@@ -1,0 +1,209 @@
+"""What each worker of a language-model run does.
+
+:func:`main` is the function that the launcher calls in every worker; without a launcher it trains
+in this process alone. The loop is an ordinary PyTorch loop around the runtime's attempts.
+
+Shapes: B samples, T tokens, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import planaria
+from planaria.recipes.llm import export
+from planaria.recipes.llm.config import LlmConfig
+from planaria.recipes.llm.data import Corpus, Numbers, Order, prepare
+from planaria.recipes.llm.evaluate import Evaluation, evaluate
+from planaria.recipes.llm.models import causal_loss, make, wrap
+from planaria.recipes.llm.scalars import Board, ProgressLine
+
+
+def main(config: LlmConfig) -> None:
+    """Train ``config.model`` to ``config.steps`` and leave it in ``config.out / "model"``.
+
+    Raises:
+        DataError: the corpus cannot be read or is too small for a step.
+        NonFiniteLoss: a loss was NaN or infinite and ``config.on_nonfinite`` is ``stop``.
+    """
+    torch.set_num_threads(config.threads)
+    job = Job(config, prepare(config))
+    with planaria.join(job.build) as run:
+        job.train(run)
+
+
+class Job:
+    """One worker's training: built by :meth:`build` when its shard is known."""
+
+    def __init__(self, config: LlmConfig, corpus: Corpus) -> None:
+        self.config = config
+        self.corpus = corpus
+
+    def build(self, shard: planaria.Shard) -> dict[str, Any]:
+        """Model, optimizer and schedule for ``shard``, on the default group."""
+        config = self.config
+        self.shard = shard
+        self.order = Order(
+            samples=self.corpus.samples,
+            seed=config.seed,
+            world=shard.world,
+            batch=config.batch,
+            accumulate=config.accumulate,
+        )
+        self.model = wrap(make(config, self.corpus.vocabulary), config.regime)
+        self.optimizer = OPTIMIZERS[config.optimizer](self.model, config)
+        self.scheduler = LambdaLR(self.optimizer, lambda done: rate(config, done))
+        self.board = Board(config.out / "tensorboard")
+        # Weights are equal everywhere; dropout must differ from shard to shard.
+        torch.manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed}\0{shard.index}".encode()) >> 1)
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "board": self.board,
+        }
+
+    def train(self, run: planaria.Run) -> None:
+        """Take every step, evaluate, and export the result."""
+        config = self.config
+        line = ProgressLine(steps=config.steps, every=config.log_every)
+        self.since = time.monotonic()
+        for attempt in run.attempts(until=config.steps):
+            with attempt:
+                values = self.step(run, attempt)
+                attempt.log(**values)
+                self.board.add(attempt.step, values)
+            if self.shard.index == 0:
+                self.board.write(upto=run.committed)
+                line.say(attempt.step, values)
+            self.since = time.monotonic()
+        line.close()
+        run.final(self.finish)
+
+    def finish(self) -> None:
+        """Write what is left of the scalars, and the model."""
+        state = export.full_state(self.model)
+        if self.shard.index == 0:
+            self.board.write(upto=self.config.steps, now=True)
+            self.board.close()
+            export.write(
+                self.config.out / "model",
+                state=state,
+                config=self.config,
+                vocabulary=self.corpus.vocabulary,
+            )
+
+    def step(self, run: planaria.Run, attempt: planaria.Attempt) -> dict[str, float]:
+        """One optimizer step, and an evaluation where one is due; its scalars by tag."""
+        config = self.config
+        loss, ids = self.gradients(attempt.step)
+        values: dict[str, float] = {}
+        verdict = loss
+        if config.clip is not None:
+            norm = _local(nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
+            values["train/grad_norm"] = float(norm)
+            # A finite loss can have an infinite gradient; one agreement judges both.
+            verdict = loss + 0.0 * norm
+        attempt.consumed(ids)
+        attempt.finite(verdict)
+        values["train/lr"] = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        values["train/loss"] = self.mean(loss)
+        tokens = self.order.per_step * config.sequence
+        values["train/tokens_per_s"] = tokens / (time.monotonic() - self.since)
+        due = config.eval_every and attempt.step % config.eval_every == 0
+        if due or attempt.step == config.steps:
+            with run.phase("evaluation"):
+                result = self.evaluate()
+            values |= {"eval/loss": result.loss, "eval/perplexity": result.perplexity}
+        return values
+
+    def gradients(self, step: int) -> tuple[Tensor, Numbers]:
+        """Accumulate the gradients of ``step``; this shard's mean loss and its samples' numbers."""
+        config = self.config
+        total = torch.zeros(())
+        taken: list[Numbers] = []
+        for micro in range(config.accumulate):
+            ids = self.order.ids(step, shard=self.shard.index, micro=micro)
+            taken.append(ids)
+            ids_BT = torch.from_numpy(self.corpus.batch(ids))
+            with _reducing(self.model, last=micro == config.accumulate - 1):
+                with autocast(config):
+                    logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
+                loss = causal_loss(logits_BTV, ids_BT) / config.accumulate
+                loss.backward()
+            total += loss.detach()
+        return total, np.concatenate(taken)
+
+    def evaluate(self) -> Evaluation:
+        """Loss on held-out text; a collective."""
+        return evaluate(
+            self.model,
+            config=self.config,
+            corpus=self.corpus,
+            shard=self.shard.index,
+            world=self.shard.world,
+            autocast=autocast(self.config),
+        )
+
+    def mean(self, loss: Tensor) -> float:
+        """The mean of ``loss`` over all workers; a collective."""
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        return float(loss) / self.shard.world
+
+
+def rate(config: LlmConfig, done: int) -> float:
+    """Share of ``config.lr`` for the step after ``done`` steps: a line up, then half a cosine down."""
+    if done < config.warmup:
+        return (done + 1) / config.warmup
+    length = max(1, config.steps - 1 - config.warmup)
+    progress = min(1.0, (done - config.warmup) / length)
+    return config.lr_floor + (1.0 - config.lr_floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def autocast(config: LlmConfig) -> AbstractContextManager[object]:
+    """bf16 autocast on the CPU, or nothing."""
+    return torch.autocast("cpu", dtype=torch.bfloat16) if config.dtype == "bf16" else nullcontext()
+
+
+def adamw(model: nn.Module, config: LlmConfig) -> Optimizer:
+    """AdamW that decays matrices and leaves vectors alone; one fused kernel per group."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, LlmConfig], Optimizer]] = {"adamw": adamw}
+"""Name in the configuration, and how it is built; one line enrols another."""
+
+
+def _reducing(model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+    """DDP adds up gradients locally until the last micro-batch; FSDP2 reduces each, to hold less."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()
+
+
+def _local(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,96 @@
+"""Configurations: what is refused and in which words; what is written beside a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from planaria.errors import ConfigError
+from planaria.recipes.llm import LlmConfig, config, demo
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model": "gpt5"},
+        "model: 'gpt5' is unknown; choose one of gpt2-tiny, gpt2-small, gpt2-medium, llama-tiny, "
+        "llama-demo, llama-1m, llama-30m, llama-500m, llama-1.8b",
+    ),
+    ({"regime": "zero"}, "regime: 'zero' is unknown; choose one of ddp, fsdp"),
+    ({"documents": "page"}, "documents: 'page' is unknown; choose one of file, paragraph, line"),
+    ({"optimizer": "sgd"}, "optimizer: 'sgd' is unknown; choose one of adamw"),
+    ({"dtype": "fp16"}, "dtype: 'fp16' is unknown; choose one of fp32, bf16"),
+    ({"attention": "flash"}, "attention: 'flash' is unknown; choose one of sdpa, eager"),
+    ({"on_nonfinite": "pray"}, "on_nonfinite: 'pray' is unknown; choose one of stop, skip"),
+    ({"data": ()}, "data: () names no corpus; give files, globs, datasets:NAME or stdlib"),
+    ({"text_field": ""}, "text_field: '' names no field; give the one that holds the text"),
+    ({"tokenizer": ""}, "tokenizer: '' names nothing; give train, or a tokenizer's folder"),
+    ({"vocab_size": 256}, "vocab_size: 256 is too small; it must be at least 257"),
+    ({"sequence": 1}, "sequence: 1 is too small; it must be at least 2"),
+    ({"sequence": 10**6}, "sequence: 1000000 is too large; it must be at most 131072"),
+    ({"batch": 0}, "batch: 0 is too small; it must be at least 1"),
+    ({"accumulate": 0}, "accumulate: 0 is too small; it must be at least 1"),
+    ({"steps": 0}, "steps: 0 is too small; it must be at least 1"),
+    ({"steps": 2.5}, "steps: 2.5 is not a whole number; give one"),
+    ({"seed": -1}, "seed: -1 is too small; it must be at least 0"),
+    ({"max_bytes": 0}, "max_bytes: 0 is too small; it must be at least 1"),
+    ({"max_redo": 0}, "max_redo: 0 is too small; it must be at least 1"),
+    ({"lr": 0.0}, "lr: 0 is too small; it must be above 0"),
+    ({"lr": float("nan")}, "lr: nan is not a finite number; give one"),
+    ({"held_out": 0.0}, "held_out: 0 is too small; it must be above 0"),
+    ({"held_out": 0.6}, "held_out: 0.6 is too large; it must be at most 0.5"),
+    ({"betas": (0.9, 1.0)}, "betas: 1.0 never forgets; each must be below 1"),
+    ({"betas": (-0.1, 0.9)}, "betas: -0.1 is too small; it must be at least 0"),
+    ({"clip": 0.0}, "clip: 0 is too small; it must be above 0"),
+    ({"dropout": 1.0}, "dropout: 1 is too large; it must be at most 0.99"),
+    (
+        {"warmup": 30, "steps": 20},
+        "warmup: 30 steps do not fit into steps = 20; lower warmup or raise steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refuses_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LlmConfig(**changes)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 2
+
+
+def test_every_field_is_documented() -> None:
+    source = Path(config.__file__).read_text(encoding="utf-8")
+    for field in dataclasses.fields(LlmConfig):
+        after = source.split(f"\n    {field.name}: ", 1)[1].split("\n", 1)[1]
+        assert after.startswith('    """'), field.name
+
+
+def test_command_line() -> None:
+    made = tyro.cli(
+        LlmConfig,
+        args=["--model", "gpt2-tiny", "--data", "a.txt", "b.txt", "--betas", "0.8", "0.99"],
+    )
+    assert made == LlmConfig(model="gpt2-tiny", data=("a.txt", "b.txt"), betas=(0.8, 0.99))
+
+
+def test_toml_holds_the_resolved_configuration(tmp_path: Path) -> None:
+    made = demo(out=tmp_path)
+    read = tomllib.loads(config.as_toml(made))["llm"]
+    assert read["out"] == str(tmp_path)
+    assert read["model"] == "llama-demo"
+    left_out = {f.name for f in dataclasses.fields(made)} - set(read)
+    assert left_out == {"cache", "dropout"}
+    again = LlmConfig(
+        **{**read, "out": Path(read["out"]), "data": ("stdlib",), "betas": tuple(read["betas"])}
+    )
+    assert again == made
+
+
+def test_package_does_not_import_torch() -> None:
+    code = "import sys, planaria.recipes.llm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
