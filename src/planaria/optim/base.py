@@ -58,6 +58,9 @@ def as_dtensor(local: Tensor, slot: Slot, mesh: DeviceMesh | None) -> Tensor:
     """An owner's part as a DTensor of the parameter's shape; the part itself without a mesh."""
     if mesh is None:
         return local
+    # The same memory under a storage of its own: torch 2.13 cannot deep-copy a DTensor whose local
+    # tensor begins inside a storage.
+    local = torch.from_dlpack(local) if local.numel() else torch.empty_like(local)
     stride = [math.prod(slot.shape[d + 1 :]) for d in range(len(slot.shape))]
     return DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=torch.Size(slot.shape), stride=tuple(stride)

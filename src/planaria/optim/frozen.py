@@ -285,9 +285,7 @@ class Frozen:
 
     def _choose(self, step: int, grad_V: Tensor | None) -> None:
         """Makes this owner's next mask and starts sending it; it is needed at the next step."""
-        left = self.options.buffer == "feedback" and self.options.dense_steps == step
-        if self.options.statistic == "cycle" or left:
-            # A dense step leaves nothing out, so the first mask of feedback has nothing to go by.
+        if self.options.statistic == "cycle":
             self.mask.copy_(self._cycle(step).expand(self.layout.world, -1))
             self._addresses = None
             return

@@ -189,11 +189,14 @@ class Sharded(OwnedOptimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        load_groups(self.param_groups, state_dict["param_groups"])
+        groups = state_dict["param_groups"]
+        load_groups(self.param_groups, groups)
+        # Keys need not be numbers: torch.distributed.checkpoint loads by the parameters' names.
+        keys = [key for group in groups for key in group["params"]]
         self.buckets.drop()
         for b, bucket in enumerate(self.buckets.layout.buckets):
             for slot in bucket.slots:
-                self._load_slot(b, slot, state_dict["state"].get(slot.index))
+                self._load_slot(b, slot, state_dict["state"].get(keys[slot.index]))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
