@@ -16,15 +16,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import tyro
 
 import planaria
 from planaria.errors import PlanariaError, UserError
-
-if TYPE_CHECKING:
-    from planaria.runtime.config import LaunchConfig
 
 _FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
 
@@ -146,10 +143,13 @@ class TrainLlm:
     recipe: tyro.conf.OmitArgPrefixes[Any]
 
     def main(self) -> int:
+        from planaria.demo import MODULE, PRELOAD
         from planaria.recipes.llm import prepare
+        from planaria.runtime.config import for_recipe
         from planaria.runtime.launch import launch
 
-        config = llm_launch(self.recipe, self.launching)
+        fields = _fields(self.launching)
+        config = for_recipe(self.recipe, module=MODULE, preload=PRELOAD, **fields)
         # Before any process starts: a corpus that cannot be read is one line.
         prepare(self.recipe)
         return launch(config)
@@ -257,21 +257,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return 130
-
-
-def llm_launch(recipe: Any, launching: Launching) -> LaunchConfig:
-    """The run of a language-model recipe; ``recipe`` is an ``LlmConfig``."""
-    from planaria.runtime.config import LaunchConfig
-
-    return LaunchConfig(
-        function=("planaria.recipes.llm.train", "main"),
-        argument=recipe,
-        out=recipe.out,
-        max_redo=recipe.max_redo,
-        threads=recipe.threads,
-        preload=("planaria.recipes.llm.train", "transformers", "torch.utils.tensorboard"),
-        **_fields(launching),
-    )
 
 
 def _parse(arguments: list[str]) -> Callable[[], int]:

@@ -45,7 +45,7 @@ class GlooTransport:
     from all others (see :mod:`.sockets`).
     """
 
-    device_types = ("cpu",)
+    device_types: tuple[str, ...] = ("cpu",)
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
         self._device, self._listener = opened_listener(
@@ -82,7 +82,7 @@ class NcclTransport:
     is built on have no GPU. With torch 2.14 and newer, ``dist._reconfigure`` can take its place.
     """
 
-    device_types = ("cuda",)
+    device_types: tuple[str, ...] = ("cuda",)
 
     @property
     def address(self) -> str:

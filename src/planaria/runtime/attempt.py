@@ -89,7 +89,7 @@ class Attempt:
     def log(self, **values: float | torch.Tensor) -> None:
         """Named numbers of this step; those of shard 0 are told once the step is committed."""
         for name, value in values.items():
-            self._scalars[name] = float(value)
+            self._scalars[name] = _number(value)
 
     def finite(self, *scalars: torch.Tensor | float) -> None:
         """Have all workers agree that ``scalars`` are finite on each; call before the optimizer.
@@ -107,7 +107,7 @@ class Attempt:
                 f"attempt.finite() was called after an optimizer's step (step {self.step}): "
                 "call it between backward and optimizer.step()"
             )
-        values = [float(value) for value in scalars]
+        values = [_number(value) for value in scalars]
         own = all(value == value and abs(value) != float("inf") for value in values)
         verdicts = run._agree(own)
         if all(verdicts):
@@ -121,6 +121,10 @@ class Attempt:
             f"{', '.join(map(str, bad))}{mine}; generation {self.step - 1} is the last committed "
             "one: lower the learning rate, look at those samples, or run with on_nonfinite=skip"
         )
+
+
+def _number(value: torch.Tensor | float) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
 def agree(own: bool, *, world: int) -> list[bool]:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import pickle
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -46,6 +48,9 @@ class _Common:
     torchrun does."""
     preload: tuple[str, ...] = ()
     """Modules that are imported once, before workers are forked, besides torch and Planaria's."""
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    """Set for all workers before they import torch, where the launcher's own environment does not
+    set it otherwise."""
     timeout: float = 30.0
     """Seconds; the one time-out from which all others of the run derive."""
     quiet: bool = False
@@ -59,6 +64,7 @@ class _Common:
 
     def __post_init__(self) -> None:
         check_target(self.script, self.function)
+        _check_argument(self.function, self.argument)
         if not 0 <= self.spares <= MAX_WORKERS:
             raise ConfigError(f"spares is {self.spares}: give 0 to {MAX_WORKERS}")
         if not 1.0 <= self.timeout <= 86_400.0:
@@ -170,6 +176,27 @@ class JoinConfig(_Common):
         return self.out / "logs"
 
 
+def for_recipe(
+    recipe: Any, *, module: str, preload: Sequence[str] = (), **fields: Any
+) -> LaunchConfig:
+    """The run of a recipe: ``module.main(recipe)`` in each worker.
+
+    ``recipe`` is the recipe's frozen configuration, with ``out``, ``max_redo`` and ``threads``;
+    ``fields`` are those of :class:`LaunchConfig`.
+    """
+    return LaunchConfig(
+        function=(module, "main"),
+        argument=recipe,
+        out=recipe.out,
+        max_redo=recipe.max_redo,
+        threads=recipe.threads,
+        preload=(module, *preload),
+        # Recipes know what torch's C++ side warns of, and chose it.
+        environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
+        **fields,
+    )
+
+
 def check_target(script: str | None, function: tuple[str, str] | None) -> None:
     """Raise :class:`UserError` with one line where there is nothing to run."""
     if (script is None) == (function is None):
@@ -183,6 +210,24 @@ def check_target(script: str | None, function: tuple[str, str] | None) -> None:
         raise UserError(f"script {script} is a folder; give the path of a Python file")
     if not os.access(path, os.R_OK):
         raise UserError(f"script {script} cannot be read; check its permissions")
+
+
+def _check_argument(function: tuple[str, str] | None, argument: Any) -> None:
+    """Workers get the argument as a pickle, and have no copy of the launcher's own main file."""
+    if function is None:
+        return
+    name = ".".join(function)
+    if type(argument).__module__ == "__main__":
+        raise UserError(
+            f"argument of {name} cannot be pickled: {type(argument).__name__} is defined in the "
+            "main file; move it into a module that workers can import"
+        )
+    try:
+        pickle.dumps(argument)
+    except Exception as error:
+        raise UserError(
+            f"argument of {name} cannot be pickled: {error}; give plain values or a dataclass"
+        ) from None
 
 
 def versions() -> str:

@@ -71,9 +71,13 @@ class CoordinatorProcess:
             return False
         return True
 
-    def end(self) -> None:
-        """Let it leave; make it, where it does not. Blocks for some seconds at most."""
-        for number, seconds in ((None, _LEAVE), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+    def end(self, *, over: bool) -> None:
+        """Let it leave; make it, where it does not, or where the run is not ``over`` for it.
+
+        Blocks for some seconds at most.
+        """
+        patience = _LEAVE if over else 0.0
+        for number, seconds in ((None, patience), (signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
             if number is not None:
                 self._process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -106,9 +110,21 @@ class CoordinatorProcess:
 
 def _options(config: LaunchConfig, *, run: str) -> list[str]:
     """Its command line; the token goes through the environment."""
-    values = {
+    values: dict[str, object] = {
         "out": config.out,
         "run": run,
         "world": config.workers,
+        "spares": config.spares,
+        "host": config.host,
+        "port": config.port,
+        "timeout": config.timeout,
+        "max-redo": config.max_redo,
+        "on-no-spare": config.on_no_spare,
+        "max-restarts": config.max_restarts,
+        "certificate": config.certificate or None,
+        "key": config.key or None,
+        "client-ca": config.ca if config.client_certificate else None,
     }
-    return [item for name, value in values.items() for item in (f"--{name}", str(value))]
+    given = [(name, value) for name, value in values.items() if value is not None]
+    refill = "--refill" if config.refill else "--no-refill"
+    return [*(item for name, value in given for item in (f"--{name}", str(value))), refill]

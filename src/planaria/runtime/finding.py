@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import is_not
@@ -16,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from planaria.errors import UserError
 from planaria.runtime import optstate, placements
 from planaria.runtime.layout import Role
-from planaria.runtime.optstate import OptimizerPart, StateRef
+from planaria.runtime.optstate import OptimizerPart, StateRef, StateTable
 from planaria.runtime.placements import ReplicaShards
 
 
@@ -50,12 +49,9 @@ class Fixed:
     """State with values that are no tensors: these change with each step, so only the keys and the
     tensors are compared."""
     shapes: tuple[torch.Size, ...]
-    refs: dict[str, list[StateRef]]
-    """Per optimizer."""
-    orders: dict[str, dict[optstate.ParamKey, list[str]]]
-    """Per optimizer: keys of each parameter's state, in order."""
-    pickled: bytes
-    """``(refs, orders)``."""
+    table: StateTable
+    encoded: bytes
+    """The table, as it goes into every skeleton."""
 
     def holds(self) -> bool:
         """Whether every tensor is still where it was. Compares identities: about 0.2 ms."""
@@ -119,6 +115,7 @@ class Finder:
         orders: dict[str, dict[optstate.ParamKey, list[str]]] = {}
         for name, part in self.optimizers.items():
             refs[name], orders[name] = self._optimizer(name, part)
+        table = StateTable(refs, orders)
         return Fixed(
             leaves=tuple(self.leaves),
             owners=tuple(self.owners),
@@ -126,9 +123,8 @@ class Finder:
             lists=tuple(self.lists),
             mixed=tuple(self.mixed),
             shapes=tuple(leaf.tensor.shape for leaf in self.leaves),
-            refs=refs,
-            orders=orders,
-            pickled=pickle.dumps((refs, orders), protocol=5),
+            table=table,
+            encoded=table.encode(),
         )
 
     def _leaf(

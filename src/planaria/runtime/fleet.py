@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -77,16 +77,25 @@ class Fleet:
     """Starts, watches and kills workers. Belongs to the running asyncio loop.
 
     ``exited(child)`` is called on the loop as soon as a worker has ended, whatever the reason.
-    ``threads`` goes into OMP_NUM_THREADS of the server and so of every worker.
+    ``environment`` is the server's, and so every worker's, where our own does not set it otherwise;
+    ``threads`` goes into its OMP_NUM_THREADS.
     """
 
     def __init__(
-        self, *, preload: Sequence[str], threads: int, exited: Callable[[Child], None]
+        self,
+        *,
+        preload: Sequence[str],
+        threads: int,
+        environment: Mapping[str, str],
+        exited: Callable[[Child], None],
     ) -> None:
         self.living: dict[Worker, Child] = {}
         self._loop = asyncio.get_running_loop()
         self._exited = exited
-        self._threads = threads
+        self._environment = {
+            **{name: os.environ.get(name, value) for name, value in environment.items()},
+            "OMP_NUM_THREADS": str(threads),
+        }
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         # One thread: the server takes one request at a time, and signal masks are per thread.
@@ -152,7 +161,7 @@ class Fleet:
         process = self._context.Process(
             target=worker.main, args=(task,), name=task.invitation.worker
         )
-        with _without_main(), _environment(OMP_NUM_THREADS=str(self._threads)):
+        with _without_main(), _environment(self._environment):
             process.start()
         assert process.pid is not None
         self._forking = process
@@ -188,7 +197,7 @@ def _without_main() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Generator[None]:
+def _environment(values: Mapping[str, str]) -> Generator[None]:
     """Environment variables for the server, which reads them when it imports torch."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -268,7 +268,7 @@ def _cut_torn_line(path: Path) -> str:
         # A line is short beside this; only the tail is looked at, whatever the file's size.
         start = max(0, end - (1 << 20))
         stream.seek(start)
-        tail = stream.read()
+        tail = stream.read(end - start)
         if not tail or tail.endswith(b"\n"):
             return ""
         cut = tail.rfind(b"\n") + 1

@@ -35,13 +35,15 @@ class EpochKeys:
     def put(self, epoch: int, key: str, value: bytes) -> None:
         """Set ``key`` and wake who waits for it."""
         self._check(epoch)
-        self._bytes += len(key) + len(value) - len(self._values.get(key, b""))
-        if self._bytes > self._max_bytes:
-            self._bytes -= len(key) + len(value)
+        grown = self._bytes + len(value) - len(self._values.get(key, b""))
+        if key not in self._values:
+            grown += len(key)
+        if grown > self._max_bytes:
             raise UserError(
                 f"the keys of epoch {epoch} would take over {self._max_bytes} bytes with {key!r}; "
                 "state goes through the data plane"
             )
+        self._bytes = grown
         self._values[key] = value
         arrival = self._arrivals.pop(key, None)
         if arrival is not None and not arrival.done():

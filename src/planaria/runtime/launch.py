@@ -27,7 +27,7 @@ from planaria.runtime.config import JoinConfig, LaunchConfig, versions, write_co
 from planaria.runtime.coordinator_process import CoordinatorProcess
 from planaria.runtime.fleet import PRELOAD, Child, Fleet
 from planaria.runtime.link import LauncherLink
-from planaria.runtime.screen import Screen
+from planaria.runtime.screen import TRACEBACK_MARK, Screen
 
 _POLL = 0.1
 """Seconds between looks at the logs; what a user takes for at once."""
@@ -66,9 +66,15 @@ class _Launch:
         self.started = 0
         self.restarts = 0
         self.failed_spares = 0
+        self.vacant: list[int] = []
+        """Ranks of initial workers that were lost."""
         self.interrupts = 0
         self.number = 0
         self.code: int | None = None
+        self.grace = _HURRY
+        """Seconds in which workers may leave by themselves."""
+        self.told = False
+        """Whether it was the coordinator that ended the run."""
         self.link: LauncherLink | None = None
         self.coordinator: CoordinatorProcess | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,6 +85,7 @@ class _Launch:
         self.fleet = Fleet(
             preload=(*PRELOAD, *self.config.preload),
             threads=self.config.threads,
+            environment=self.config.environment,
             exited=self._exited,
         )
         try:
@@ -86,7 +93,7 @@ class _Launch:
                 await self._begin()
                 self._spawn(self._watch())
                 await self.over.wait()
-                await self.fleet.end(grace=_LEAVE if self.code == 0 else _HURRY)
+                await self.fleet.end(grace=self.grace)
         finally:
             await self._clean()
         assert self.code is not None
@@ -144,11 +151,10 @@ class _Launch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.fleet.close()
-        if self.coordinator is not None:
-            # Before our own stream closes, so that the coordinator hears of every exit.
-            await asyncio.to_thread(self.coordinator.end)
         if self.link is not None:
             await asyncio.to_thread(self.link.close)
+        if self.coordinator is not None:
+            await asyncio.to_thread(self.coordinator.end, over=self.told)
         self.screen.close()
 
     async def _watch(self) -> None:
@@ -189,7 +195,11 @@ class _Launch:
         name = f"{self.config.prefix}{number}"
         log = self.config.logs / f"{name}.log"
         local = number % max(1, self.config.workers + self.config.spares)
-        values = {**(environment or self._environment()), "LOCAL_RANK": str(local)}
+        values = {
+            **self.config.environment,
+            **(environment or self._environment()),
+            "LOCAL_RANK": str(local),
+        }
         if rank is not None:
             values["RANK"] = str(rank)
         invitation = msgspec.structs.replace(
@@ -229,16 +239,27 @@ class _Launch:
 
     def _exited(self, child: Child) -> None:
         assert self.link is not None
-        self.link.exited(child.name, pid=child.pid, description=child.description, code=child.code)
+        if child.code != worker.REFUSED:  # the coordinator never took it for a worker
+            self.link.exited(
+                child.name, pid=child.pid, description=child.description, code=child.code
+            )
         self.screen.forget(child.name)
         if self.code is not None:
             return
+        rank = child.task.rank
+        if rank is not None and child.code != 0:
+            self.vacant.append(rank)
         if child.code == worker.REFUSED:
-            self._finish(2, _last_line(Path(child.task.invitation.log)))
+            self._spawn(self._refused(child))
         elif child.code == worker.SPARE_FAILED:
             self._spare_failed(child)
         elif isinstance(self.config, JoinConfig) and not self.fleet.living:
             self._finish(0 if child.code == 0 else 1, f"{child.name} ended: {child.description}")
+
+    async def _refused(self, child: Child) -> None:
+        """The coordinator let a worker not in: the end of the run, unless that has come already."""
+        await asyncio.sleep(_HURRY)
+        self._finish(2, _last_line(Path(child.task.invitation.log)))
 
     def _spare_failed(self, child: Child) -> None:
         self.failed_spares += 1
@@ -248,6 +269,10 @@ class _Launch:
             self._finish(1, f"spare {child.name} could not start: {reason}")
 
     async def _spares(self, count: int) -> None:
+        forming = False
+        if self.vacant and self.link is not None:
+            status = await asyncio.to_thread(self.link.status)
+            forming = status.phase == "forming"
         for _ in range(count):
             if self.failed_spares >= _SPARE_FAILURES:
                 self.screen.line(
@@ -255,7 +280,8 @@ class _Launch:
                     kind="swap",
                 )
                 return
-            await self._start(None)
+            # Before the run is formed a lost worker is not a shard yet: its place is simply free.
+            await self._start(self.vacant.pop(0) if forming and self.vacant else None)
 
     async def _restart(self, reason: str) -> None:
         """The whole set anew, for a script that cannot be swapped."""
@@ -264,6 +290,7 @@ class _Launch:
             self.fleet.kill(name)
         await self.fleet.wait(seconds=self.config.timeout)
         self.restarts += 1
+        self.vacant.clear()
         await self._start_set()
 
     # ------------------------------------------------------------------ coordinator
@@ -283,6 +310,9 @@ class _Launch:
             case control.Line():
                 self.screen.line(message.text, kind=message.kind)
             case control.EndRun():
+                self.told = True
+                if message.exit_code == 0:
+                    self.grace = _LEAVE
                 interrupted = 128 + self.number if self.interrupts else message.exit_code
                 self._finish(interrupted, message.reason)
             case control.Attached():  # the link has dealt with it
@@ -381,4 +411,4 @@ def _last_line(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return lines[-1] if lines else f"{log} says nothing"
+    return lines[-1].rpartition(TRACEBACK_MARK)[2] if lines else f"{log} says nothing"

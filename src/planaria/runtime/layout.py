@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -184,6 +184,33 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
                 "start all workers from one version of planaria"
             )
         return layout
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A layout whose tables stay as they came: all that a holder needs, in microseconds."""
+
+    generation: int
+    shard: int
+    leaves: msgspec.Raw
+    skeleton: msgspec.Raw
+    small: Annotated[int, msgspec.Meta(ge=0)]
+    sent: Annotated[int, msgspec.Meta(ge=0)]
+
+    @property
+    def prefix(self) -> int:
+        """Bytes of ``small | sent``."""
+        return self.small + self.sent
+
+    @staticmethod
+    def decode(data: bytes) -> Head:
+        """Raises :class:`~planaria.errors.CommError` for what is no layout."""
+        try:
+            return msgspec.msgpack.decode(data, type=Head)
+        except msgspec.MsgspecError as error:
+            raise CommError(
+                f"a peer's table of a capture cannot be read ({error}): "
+                "start all workers from one version of planaria"
+            ) from error
 
 
 def lay_out(

@@ -66,7 +66,7 @@ def step_limit(history: Sequence[float], *, phase: str, limits: Limits) -> tuple
     and never less than a third of the time-out: a false alarm costs a swap, a late one seconds.
     Raises :class:`ConfigError` for an unknown phase.
     """
-    recent = list(history[-50:])
+    recent = list(history)[-50:]
     median = statistics.median(recent) if recent else 0.0
     if phase == "idle":
         return math.inf, "an idle worker has no limit"

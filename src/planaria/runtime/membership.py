@@ -355,8 +355,9 @@ def _finished(state: State, event: FinishedBy) -> Transition:
     stale = _stale(state, event.worker, event.message.epoch, shard)
     if stale is not None:
         return _unchanged(state, stale)
-    if state.phase != "training":
-        return _unchanged(state, f"epoch {state.epoch} has not restored")
+    if state.plan is None:
+        return _unchanged(state, f"epoch {state.epoch} has no plan yet")
+    # Not only while training: a quick owner has finished before a slow one has restored.
     state = replace(state, finished=state.finished.set(shard, event.message))
     missing = state.config.world - len(state.finished)
     if missing:

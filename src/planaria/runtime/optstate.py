@@ -7,12 +7,13 @@ pointers stay valid.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,9 +24,8 @@ ParamKey = int | str
 """Position of the parameter over all groups, or the string key of state that no parameter has."""
 
 
-@dataclass(frozen=True)
-class StateRef:
-    """One tensor of an optimizer's state: where it belongs and how to make it. Picklable."""
+class StateRef(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an optimizer's state: where it belongs and how to make it."""
 
     owner: ParamKey
     key: str
@@ -41,6 +41,29 @@ class StateRef:
     spec: DTensorSpec | None
 
 
+class StateTable(msgspec.Struct, frozen=True, array_like=True):
+    """The tensors of all optimizers, by part name. Equal tables have equal bytes."""
+
+    refs: dict[str, list[StateRef]]
+    orders: dict[str, dict[ParamKey, list[str]]]
+    """Keys of each parameter's state, in order, those that are no tensors included."""
+
+    def encode(self) -> bytes:
+        """As MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> StateTable:
+        """Raises :class:`~planaria.errors.RunError` where ``data`` is none."""
+        try:
+            return msgspec.msgpack.decode(data, type=StateTable)
+        except msgspec.MsgspecError as error:
+            raise RunError(
+                f"a capture's table of optimizer state cannot be read ({error}): "
+                "start all workers from one version of planaria"
+            ) from error
+
+
 @dataclass(frozen=True)
 class OptimizerPart:
     """An optimizer among the parts."""
@@ -51,9 +74,7 @@ class OptimizerPart:
     @property
     def stateful(self) -> Optimizer:
         """The optimizer that holds the state: ZeRO's is an inner one."""
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            return self.optimizer.optim
-        return self.optimizer
+        return cast(Any, self.optimizer).optim if is_zero(self.optimizer) else self.optimizer
 
     @property
     def faces(self) -> tuple[Optimizer, ...]:
@@ -66,7 +87,7 @@ class OptimizerPart:
     def shard_local(self) -> bool:
         """Whether its state differs from peer to peer although the parameters are equal."""
         declared = bool(getattr(self.optimizer, "shard_local_state", False))
-        return declared or isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return declared or is_zero(self.optimizer)
 
     def parameters(self) -> list[torch.Tensor]:
         """All parameters, group by group: their positions are what captures name them by."""
@@ -99,9 +120,16 @@ class OptimizerPart:
         return found
 
 
+def is_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, without importing that: its package warns of
+    a deprecation in torch itself, and whoever has an instance has imported it."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 def check(name: str, optimizer: Optimizer) -> OptimizerPart:
     """The part; raises :class:`~planaria.errors.UserError` for what cannot be protected."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
+    if is_zero(optimizer) and cast(Any, optimizer)._overlap_with_ddp:
         raise UserError(
             f"part {name!r} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps "
             "inside backward, where an attempt can still break: set overlap_with_ddp=False"
@@ -185,7 +213,8 @@ def restore_state(
     for owner, values in wanted.items():
         parameter = _parameter(part, parameters, owner)
         entry = state[owner if parameter is None else parameter]
-        ordered = {name: values[name] for name in order[owner]}
+        # Interned as the optimizer's own are, so that a later pickle shares them alike.
+        ordered = {sys.intern(name): values[name] for name in order[owner]}
         entry.clear()
         entry.update(ordered)
     return targets

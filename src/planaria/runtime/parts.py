@@ -104,6 +104,11 @@ class Parts:
         self.optimizers: dict[str, OptimizerPart] = {}
         self.others: dict[str, Any] = {}
         """Everything that has ``state_dict`` and ``load_state_dict``; ``rng`` comes last."""
+        self.given = {
+            name: value.value if isinstance(value, Replicated) else value
+            for name, value in parts.items()
+        }
+        """The objects that ``build`` returned, by name."""
         self._declared: dict[str, Replicated] = {}
         for name, value in parts.items():
             self._add(name, value)
@@ -132,6 +137,10 @@ class Parts:
             self._add_one(name, value, told=name)
 
     def _add_one(self, name: str, value: Any, *, told: str) -> None:
+        if name in {**self.modules, **self.optimizers, **self.others}:
+            raise UserError(
+                f"build() returned two parts named {name!r} (lists number their items): rename one"
+            )
         if told in self._declared:
             self._declared.setdefault(name, self._declared[told])
         if isinstance(value, nn.Module):
@@ -185,12 +194,13 @@ class Parts:
         for name, role, value in self._sections():
             data, tensors = skeleton.pack(value, first=first + len(loose), what=f"part {name!r}")
             shards = self._peers.get(name, (self.shard,))
-            for tensor in tensors:
-                path = f"#{len(loose)}"
+            for position, tensor in enumerate(tensors):
+                # Counted within the part, so that peers name it alike whatever else they have.
+                path = f"#{position}"
                 check_tensor(name, path, tensor)
                 loose.append(Leaf(name, path, tensor, role, False, shards))
             sections[name] = data
-        return Flat(fixed.leaves, tuple(loose), pickle.dumps((fixed.pickled, sections), protocol=5))
+        return Flat(fixed.leaves, tuple(loose), pickle.dumps((fixed.encoded, sections), protocol=5))
 
     def _sections(self) -> Iterable[tuple[str, Role, Any]]:
         for name, part in self.optimizers.items():

@@ -13,14 +13,15 @@ PyTorch itself guarantees, and from nothing else:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from planaria.errors import RunError, UserError
@@ -28,11 +29,12 @@ from planaria.errors import RunError, UserError
 ReplicaShards = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class DTensorSpec:
-    """What is needed, beside the local tensor and a mesh, to make a DTensor again. Picklable."""
+class DTensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What is needed, beside the local tensor and a mesh, to make a DTensor again: plain data, so
+    that equal specifications have equal bytes."""
 
-    placements: tuple[Placement, ...]
+    placements: tuple[tuple[str, int, int | str], ...]
+    """Per mesh axis: class, dim, and what else that class takes."""
     shape: tuple[int, ...]
     """Global."""
     stride: tuple[int, ...]
@@ -42,10 +44,10 @@ class DTensorSpec:
 
     @staticmethod
     def of(tensor: DTensor) -> DTensorSpec:
-        """The specification of ``tensor``."""
+        """The specification of ``tensor``; UserError for a placement that PyTorch does not have."""
         mesh = tensor.device_mesh
         return DTensorSpec(
-            placements=tuple(tensor.placements),
+            placements=tuple(_plain(placement) for placement in tensor.placements),
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             mesh_shape=tuple(mesh.shape),
@@ -61,11 +63,38 @@ class DTensorSpec:
         return DTensor.from_local(
             local,
             mesh,
-            self.placements,
+            [_placement(plain) for plain in self.placements],
             run_check=False,
             shape=torch.Size(self.shape),
             stride=self.stride,
         )
+
+
+def _plain(placement: Placement) -> tuple[str, int, int | str]:
+    # By exact class: a subclass could place otherwise.
+    if type(placement) is Replicate:
+        return "Replicate", 0, 0
+    if type(placement) is Shard:
+        return "Shard", placement.dim, 0
+    if type(placement) is _StridedShard:
+        return "_StridedShard", placement.dim, int(placement.split_factor)
+    if type(placement) is Partial:
+        return "Partial", 0, placement.reduce_op
+    raise UserError(
+        f"a DTensor is placed as {placement!r}, which Planaria cannot place again: use Replicate, "
+        "Shard or Partial, or leave the part out"
+    )
+
+
+def _placement(plain: tuple[str, int, int | str]) -> Placement:
+    name, dim, more = plain
+    if name == "Replicate":
+        return Replicate()
+    if name == "Shard":
+        return Shard(dim)
+    if name == "_StridedShard":
+        return _StridedShard(dim, split_factor=int(more))
+    return Partial(str(more))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +158,8 @@ def settle(modules: list[FSDPModule]) -> None:
     """
     for module in modules:
         state = module._get_fsdp_state()
-        if state._is_root is not False:
+        # None before the first forward: there is nothing to leave yet, and nothing to ask for it.
+        if state._is_root:
             module.reset_iter_state()
         for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:

@@ -108,6 +108,24 @@ def _target(stock: _Stock) -> int | None:
     return None
 
 
+def _decide(
+    stock: _Stock, *, committed: int | None, durable: int | None
+) -> tuple[int | None, bool, str]:
+    """Target generation, whether it comes from disk, and why."""
+    target = _target(stock)
+    # Memory goes before a slightly newer disk, which takes seconds to read; disk goes before memory
+    # at the start of a run that is resumed, and where memory has lost what was committed.
+    if durable is not None and (
+        target is None or (durable > target and (committed is None or target < committed))
+    ):
+        return durable, True, f"generation {durable} is read from the durable checkpoint"
+    if target is not None:
+        return target, False, f"generation {target} is the newest that every shard has"
+    if committed is None:
+        return None, False, "no generation was committed yet: all owners build afresh"
+    raise _not_recoverable(stock)
+
+
 def _transfers(
     stock: _Stock, *, target: int, owners: Mapping[Shard, Owner], holders: Mapping[Shard, Worker]
 ) -> tuple[Transfer, ...]:
@@ -138,11 +156,12 @@ def keeper(
 ) -> Owner | None:
     """The spare that holds the only shard of a world of one; None where there is no spare.
 
-    The previous one is kept unless one in another failure domain is to be had and it is not.
+    The previous one is kept, because a new one has no copy yet; else one in another failure domain
+    than the owner's goes before one in the same.
     """
     return min(
         spares,
-        key=lambda spare: (spare.node == owner.node, spare.worker != previous),
+        key=lambda spare: (spare.worker != previous, spare.node == owner.node),
         default=None,
     )
 
@@ -188,6 +207,17 @@ def choose_holders(
             left.append(shard)
     _repair(left, chosen=chosen, load=load, owners=owners, apart=apart)
     return dict(sorted(chosen.items()))
+
+
+def _holders(
+    owners: Mapping[Shard, Owner], *, previous: Mapping[Shard, Worker], spares: Sequence[Owner]
+) -> tuple[dict[Shard, Worker], tuple[Owner, ...]]:
+    """Holders, and those of them that own no shard (world of one)."""
+    if len(owners) > 1:
+        return choose_holders(owners, previous=previous), ()
+    ((shard, owner),) = owners.items()
+    kept = keeper(owner, spares=spares, previous=previous.get(shard))
+    return ({}, ()) if kept is None else ({shard: kept.worker}, (kept,))
 
 
 def _repair(
@@ -309,39 +339,20 @@ def plan(
     """
     assert set(owners) == set(reports), "plan() needs one report of each owner"
     stock = _take_stock(reports)
-    target = _target(stock)
-    attempted = max(report.attempted for report in reports.values())
-    # Memory goes before a slightly newer disk, which takes seconds to read; disk goes before memory
-    # at the start of a run that is resumed, and where memory has lost what was committed.
-    rollback = durable is not None and (
-        target is None or (durable > target and (committed is None or target < committed))
-    )
+    target, rollback, reason = _decide(stock, committed=committed, durable=durable)
     transfers: tuple[Transfer, ...] = ()
-    if rollback:
-        target = durable
-        reason = f"generation {target} is read from the durable checkpoint"
-    elif target is not None:
+    if target is not None and not rollback:
         transfers = _transfers(stock, target=target, owners=owners, holders=holders)
-        reason = f"generation {target} is the newest that every shard has"
-    elif committed is None:
-        reason = "no generation was committed yet: all owners build afresh"
-    else:
-        raise _not_recoverable(stock)
     if rollback or target is None:
         committed = None
     elif committed is not None:
         committed = min(committed, target)
+    attempted = max(report.attempted for report in reports.values())
     redone = max(0, attempted - (target or 0))
     moved = {transfer.shard for transfer in transfers}
     if moved:
         reason += f"; {name_shards(moved)} from {len({t.source for t in transfers})} peers"
-    chosen = choose_holders(owners, previous=holders)
-    keepers: tuple[Owner, ...] = ()
-    if len(owners) == 1:
-        ((shard, owner),) = owners.items()
-        kept = keeper(owner, spares=spares, previous=holders.get(shard))
-        if kept is not None:
-            chosen, keepers = {shard: kept.worker}, (kept,)
+    chosen, keepers = _holders(owners, previous=holders, spares=spares)
     return Plan(
         epoch=epoch,
         generation=target,

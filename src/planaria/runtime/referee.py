@@ -203,7 +203,9 @@ class Referee:
             del self.copies[old]
         self.generations += 1
         self.told = generation
-        self.exposed = 0
+        # A world of one commits alone while no spare is there to keep a copy.
+        self.exposed = 0 if after.holders else 1
+        assert after.protected == bool(after.holders), "the state is wrong about its protection"
 
     def how_it_ended(self, state: State) -> str:
         """The end of a run in a few words; a run must not end over a single loss."""

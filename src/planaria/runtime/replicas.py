@@ -28,7 +28,7 @@ from planaria.errors import (
     UserError,
 )
 from planaria.runtime import wire
-from planaria.runtime.layout import Layout
+from planaria.runtime.layout import Head, Layout, Region
 from planaria.runtime.messages import Transfer
 from planaria.runtime.slots import Buffers, Held, Slot
 from planaria.runtime.snapshot import prefix_checksum
@@ -39,6 +39,8 @@ __all__ = ["Access", "DataServer", "Fetched", "Pusher", "fetch", "push", "regrow
 
 MAX_CONNECTIONS = 4096
 """Of one data server, at a time; each has a thread that sleeps (our choice)."""
+RETRY_SECONDS = 0.5
+"""After a send that failed, until the next try (our choice)."""
 PARALLEL_FETCHES = 4
 """Sources a spare reads from at a time (our choice)."""
 
@@ -79,8 +81,7 @@ class DataServer:
                 f"the data server cannot listen on {host} port {port} ({error.strerror}): "
                 "choose another port, or an address of this machine"
             ) from error
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"{shown}:{self._listener.getsockname()[1]}"
+        self.address = wire.join_address(host, self._listener.getsockname()[1])
         """``host:port``, as peers reach it."""
         self._closed = False
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -148,8 +149,9 @@ class DataServer:
             wire.send(sock, Frame(Kind.STALE, epoch=present, aux=str(error).encode()))
 
     def _put(self, sock: socket.socket, frame: Frame) -> None:
-        layout = Layout.decode(frame.aux)
-        told = (layout.shard, layout.generation, layout.prefix)
+        # The spare that fetches it checks the rest of the table.
+        head = Head.decode(frame.aux)
+        told = (head.shard, head.generation, head.prefix)
         if told != (frame.shard, frame.generation, frame.length):
             raise CommError(f"a peer's header and its table differ: {frame} against {told}")
         if self._has(frame):
@@ -172,7 +174,7 @@ class DataServer:
         except BaseException:
             self.held.abandon(slot)
             raise
-        if not self.held.complete(slot, layout=layout, encoded=frame.aux, checksum=frame.checksum):
+        if not self.held.complete(slot, layout=head, encoded=frame.aux, checksum=frame.checksum):
             raise EpochSuperseded(
                 f"generation {frame.generation} of shard {frame.shard} was dropped by a newer epoch"
             )
@@ -193,14 +195,14 @@ class DataServer:
     def _get(self, sock: socket.socket, frame: Frame) -> None:
         shards = _unpack_shards(frame.aux)
         with contextlib.ExitStack() as stack:
-            slot = None
             if not shards:
                 slot = stack.enter_context(self.held.reading(frame.shard, frame.generation))
-            if slot is None:
-                slot = stack.enter_context(self.buffers.reading(frame.generation))
-                if slot is not None and not shards and slot.layout is not None:
-                    slot = slot if slot.layout.shard == frame.shard else None
-            if slot is None or slot.layout is None:
+                if slot is not None and slot.head is not None:
+                    self._stream(sock, frame, slot, Region((), 0, slot.head.prefix))
+                    return
+            slot = stack.enter_context(self.buffers.reading(frame.generation))
+            layout = slot.layout if slot is not None else None
+            if slot is None or layout is None or not (shards or layout.shard == frame.shard):
                 reason = (
                     f"generation {frame.generation} of shard {frame.shard} is not here: held are "
                     f"{self.held.held()}, captured are {self.buffers.captured()}"
@@ -208,25 +210,18 @@ class DataServer:
                 wire.send(sock, _reply(Kind.REFUSED, frame, reason))
                 return
             try:
-                region = slot.layout.region(shards)
+                region = layout.region(shards)
             except RunError as error:
                 wire.send(sock, _reply(Kind.REFUSED, frame, str(error)))
                 return
-            state = slot.bytes(region.offset, region.offset + region.nbytes)
-            checksum = prefix_checksum(slot.encoded, state) if shards else slot.checksum
-            wire.send(
-                sock,
-                Frame(
-                    Kind.DATA,
-                    frame.epoch,
-                    frame.generation,
-                    slot.layout.shard,
-                    slot.encoded,
-                    region.nbytes,
-                    checksum,
-                ),
-            )
-            wire.send_state(sock, state)
+            self._stream(sock, frame, slot, region)
+
+    def _stream(self, sock: socket.socket, frame: Frame, slot: Slot, region: Region) -> None:
+        state = slot.bytes(region.offset, region.offset + region.nbytes)
+        checksum = prefix_checksum(slot.encoded, state) if region.shards else slot.checksum
+        told = (frame.epoch, frame.generation, frame.shard, slot.encoded, region.nbytes, checksum)
+        wire.send(sock, Frame(Kind.DATA, *told))
+        wire.send_state(sock, state)
 
 
 @dataclass(frozen=True)
@@ -243,8 +238,9 @@ class Pusher:
         buffers: of this worker; :meth:`notify` says that they have something new.
         access: token, time-out, fence.
         on_ack: called with (epoch, generation, bytes) when the holder has it complete and checked.
-        on_error: called with what a send failed by, after one more try over a new connection;
-            nothing is sent any more until :meth:`direct` or :meth:`notify` is called.
+        on_error: called with what a send failed by, after one more try over a new connection. Where
+            that is a CommError, it is called once for each target, and the send is tried again
+            every :data:`RETRY_SECONDS` until it succeeds or :meth:`direct` names another target.
         on_event: for injected faults: called with ``"replicate"`` in the middle of each send.
     """
 
@@ -266,6 +262,8 @@ class Pusher:
         self._target: _Target | None = None
         self._acknowledged = -1
         self._news = False
+        self._told: _Target | None = None
+        """For which a lost connection was reported."""
         self._closed = False
         self._sock: socket.socket | None = None
         self._peer: str | None = None
@@ -327,14 +325,29 @@ class Pusher:
                     if self._target is not target:
                         return
                     self._acknowledged = due[0]
+                    self._told = None
                 self._on_ack(target.epoch, due[0], count)
             except EpochSuperseded:
                 return
+            except CommError as error:
+                # A holder that is merely slow, or whose connection broke, must not end protection.
+                self._tell(error, once_for=target)
+                with self._changed:
+                    if not self._changed.wait_for(
+                        lambda: self._closed or self._target is not target, RETRY_SECONDS
+                    ):
+                        self._news = True
+                return
             # Also what a callback raises: a thread that ends in silence leaves the run unprotected.
             except Exception as error:
-                if not self._closed:
-                    self._on_error(error)
+                self._tell(error)
                 return
+
+    def _tell(self, error: Exception, *, once_for: _Target | None = None) -> None:
+        if self._closed or (once_for is not None and self._told is once_for):
+            return
+        self._told = once_for
+        self._on_error(error)
 
     def _send(self, target: _Target, generation: int) -> int | None:
         """Bytes sent; None where the capture was dropped meanwhile."""

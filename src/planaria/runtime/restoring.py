@@ -14,12 +14,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from planaria.errors import RunError
 from planaria.runtime import optstate, placements, skeleton
 from planaria.runtime.layout import LeafEntry
+from planaria.runtime.optstate import StateTable
 from planaria.runtime.placements import DTensorSpec
 
 if TYPE_CHECKING:
     from planaria.runtime.finding import Leaf
     from planaria.runtime.layout import Layout
-    from planaria.runtime.optstate import ParamKey, StateRef
     from planaria.runtime.parts import Parts, RegimeName
 
 Blob = memoryview | bytearray | torch.Tensor
@@ -59,10 +59,8 @@ class _Restorer:
         self.layout = layout
         self.blob = blob
         self.everything = everything
-        pickled, self.sections = pickle.loads(layout.skeleton)
-        self.refs: dict[str, list[StateRef]]
-        self.orders: dict[str, dict[ParamKey, list[str]]]
-        self.refs, self.orders = pickle.loads(pickled)
+        encoded, self.sections = pickle.loads(layout.skeleton)
+        self.table = StateTable.decode(encoded)
         self.fixed = parts._current()
         self.meshes = _meshes(parts)
         self.pairs: list[tuple[int, torch.Tensor]] = []
@@ -79,7 +77,7 @@ class _Restorer:
             optstate.restore_numbers(part, numbers)
             if self.everything:
                 self.pairs += optstate.restore_state(
-                    part, self.refs[name], rest=rest, order=self.orders[name]
+                    part, self.table.refs[name], rest=rest, order=self.table.orders[name]
                 )
         self._copy()
         for name, module in self.parts.modules.items():
@@ -111,8 +109,8 @@ class _Restorer:
 
     def _pair_modules(self) -> None:
         """Pair the capture's parameters, buffers and master copies with this worker's, by name."""
-        stated = {ref.index for refs in self.refs.values() for ref in refs}
-        mine_stated = {ref.index for refs in self.fixed.refs.values() for ref in refs}
+        stated = {ref.index for refs in self.table.refs.values() for ref in refs}
+        mine_stated = {ref.index for refs in self.fixed.table.refs.values() for ref in refs}
         theirs = {
             (leaf.part, leaf.path): (index, leaf)
             for index, leaf in enumerate(self.layout.leaves)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 TRACEBACK_MARK = "\x1e"
-"""A worker writes it before a traceback: what follows belongs to the log, not to the screen."""
+"""A worker writes it before what is for its log and not for the screen: a traceback, or a last word
+that the launcher shows in its own way."""
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 _STYLES = {"event": "bold", "swap": "bold yellow", "error": "bold red"}

@@ -69,6 +69,15 @@ class Seat:
         self._wait(lambda: self.assignment is not None or self._over(), None)
         return self.assignment if self.stop is None else None
 
+    def wait_assignment_after(self, epoch: int, timeout: float) -> None:
+        """Until an assignment of an epoch after ``epoch`` is there."""
+        self._wait(lambda: self.assignment is not None and self.assignment.epoch > epoch, None)
+
+    def go_back_to(self, generation: int) -> None:
+        """A plan goes on from ``generation``: nothing newer is committed, if something was."""
+        with self._changed:
+            self.committed = min(self.committed, generation)
+
     def wait_plan(self, epoch: int, timeout: float) -> Plan:
         """The plan of ``epoch``; raises :class:`EpochSuperseded` where a newer epoch exists."""
 

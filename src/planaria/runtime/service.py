@@ -65,7 +65,7 @@ class Desk(Protocol):
 
     def gone_launcher(self, outbox: Outbox) -> None: ...
 
-    async def keys(self, body: Any) -> msgspec.Struct:
+    async def answer(self, body: Any) -> msgspec.Struct:
         """Answer Put, Get, GetMany, Add or Check."""
         ...
 
@@ -74,6 +74,10 @@ class Desk(Protocol):
     def request(self, body: control.Requested) -> control.Done: ...
 
     def status(self) -> control.Status: ...
+
+    def fail(self, error: Exception) -> None:
+        """Something that is not the other side's fault went wrong."""
+        ...
 
     def refused(self, who: str, reason: str) -> None:
         """Somebody was turned away."""
@@ -126,11 +130,11 @@ def handlers(desk: Desk) -> grpc.GenericRpcHandler:
         return desk.status()
 
     unary: dict[str, tuple[Any, Callable[[Any], Awaitable[msgspec.Struct]]]] = {
-        control.PUT: (control.Put, desk.keys),
-        control.GET: (control.Get, desk.keys),
-        control.GET_MANY: (control.GetMany, desk.keys),
-        control.ADD: (control.Add, desk.keys),
-        control.CHECK: (control.Check, desk.keys),
+        control.PUT: (control.Put, desk.answer),
+        control.GET: (control.Get, desk.answer),
+        control.GET_MANY: (control.GetMany, desk.answer),
+        control.ADD: (control.Add, desk.answer),
+        control.CHECK: (control.Check, desk.answer),
         control.INJECT: (control.Inject, inject),
         control.REQUEST: (control.Requested, request),
         control.STATUS: (control.Look, status),
@@ -172,7 +176,7 @@ async def _serve_worker(desk: Desk, context: Context) -> None:
         context,
         outbox,
         kind=messages.FromWorker,
-        hear=lambda message: desk.hear(hello.worker, message),
+        hear=_guarded(desk, lambda message: desk.hear(hello.worker, message)),
         gone=lambda reason: desk.gone(hello.worker, outbox, reason),
     )
 
@@ -189,9 +193,23 @@ async def _serve_launcher(desk: Desk, context: Context) -> None:
         context,
         outbox,
         kind=control.FromLauncher,
-        hear=lambda message: desk.hear_launcher(message, outbox),
+        hear=_guarded(desk, lambda message: desk.hear_launcher(message, outbox)),
         gone=lambda reason: desk.gone_launcher(outbox),
     )
+
+
+def _guarded(desk: Desk, hear: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A wrong message costs its sender the stream; a defect of ours must end the run loudly."""
+
+    def guarded(message: Any) -> None:
+        try:
+            hear(message)
+        except ValueError:
+            raise
+        except Exception as error:
+            desk.fail(error)
+
+    return guarded
 
 
 async def _first(desk: Desk, context: Context, kind: Any, expected: type[Any]) -> Any:
@@ -221,7 +239,7 @@ async def _serve(
     """Both directions of one stream until either side ends it."""
     reading = asyncio.create_task(_read(context, kind, hear))
     writing = asyncio.create_task(_write(context, outbox))
-    reason = "its stream was cut"
+    reason = "its control stream was cut"
     try:
         await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
         if reading.done() and not reading.cancelled() and reading.exception() is None:
@@ -244,7 +262,7 @@ def _exception(task: asyncio.Task[Any]) -> BaseException | None:
 async def _read(context: Context, kind: Any, hear: Callable[[Any], None]) -> str:
     while (data := await context.read()) is not EOF:
         hear(control.decode(data, kind))
-    return "it closed its stream"
+    return "its control stream was closed"
 
 
 async def _write(context: Context, outbox: Outbox) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from planaria.errors import EpochSuperseded
-from planaria.runtime.layout import Layout
+from planaria.runtime.layout import Head, Layout
 
 GRAIN = 1 << 21
 """Buffers are whole multiples of this, in bytes: the size of a huge page."""
@@ -78,6 +78,9 @@ class Slot:
         self.readers = 0
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.layout: Layout | None = None
+        """Of a worker's own capture."""
+        self.head: Head | None = None
+        """Of a copy that is held for another shard."""
         self.encoded = b""
         """The layout as it travels."""
         self.checksum = 0
@@ -114,7 +117,7 @@ class Slot:
     def empty(self) -> None:
         """Forget the contents and keep the memory."""
         self.generation, self.complete, self.void = None, False, False
-        self.layout, self.encoded, self.checksum = None, b"", 0
+        self.layout, self.head, self.encoded, self.checksum = None, None, b"", 0
 
 
 class _Pairs:
@@ -152,14 +155,16 @@ class _Pairs:
             self._changed.notify_all()
 
     def complete(
-        self, slot: Slot, *, layout: Layout, encoded: bytes = b"", checksum: int = 0
+        self, slot: Slot, *, layout: Layout | Head, encoded: bytes = b"", checksum: int = 0
     ) -> bool:
         """The slot holds all bytes of ``layout``. False where it was made void meanwhile."""
         with self._changed:
             slot.writing = False
             valid = not slot.void and slot.generation is not None
             if valid:
-                slot.layout, slot.encoded, slot.checksum = layout, encoded, checksum
+                slot.layout = layout if isinstance(layout, Layout) else None
+                slot.head = layout if isinstance(layout, Head) else None
+                slot.encoded, slot.checksum = encoded, checksum
                 slot.complete = True
             else:
                 slot.empty()
@@ -201,7 +206,9 @@ class _Pairs:
                     slot.generation, slot.writing = generation, True
                     return slot, reason
                 left = deadline - time.monotonic()
-                if left <= 0:
+                # Waiting helps against one that is being written, and may be abandoned.
+                there = any(s.complete and s.generation == generation for s in pair)
+                if left <= 0 or there:
                     return None, reason
                 self._changed.wait(left)
                 if self._interrupts != seen:

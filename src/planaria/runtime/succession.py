@@ -49,6 +49,12 @@ def as_owner(member: Member) -> Owner:
     return Owner(worker=member.worker, address=member.address, node=member.node)
 
 
+def _waiting(state: State) -> list[Owner]:
+    """The spares, in the order of their attaching (a map has none of its own)."""
+    members = (state.members[worker] for worker in state.spares)
+    return [as_owner(member) for member in sorted(members, key=lambda member: member.seq)]
+
+
 def end(
     state: State, reason: str, *, exit_code: int, actions: Iterable[AnyAction] = ()
 ) -> Transition:
@@ -325,9 +331,7 @@ def rehold(state: State, *, lost: bool = False) -> tuple[State, Actions]:
     if state.config.world > 1 or state.plan is None or state.vacant or state.holders:
         return state, []
     owner = as_owner(state.members[state.owners[0]])
-    kept = planning.keeper(
-        owner, spares=[as_owner(state.members[worker]) for worker in state.spares]
-    )
+    kept = planning.keeper(owner, spares=_waiting(state))
     if kept is None and not lost:
         return state, []
     message = Hold(
@@ -359,20 +363,17 @@ def decide(state: State) -> Transition:
             lost=state.lost,
             committed=state.committed,
             durable=state.durable,
-            spares=[as_owner(state.members[worker]) for worker in state.spares],
+            spares=_waiting(state),
         )
     except PlanariaError as error:
         return end(state, str(error), exit_code=error.exit_code)
     # A worker that was lost before anybody began the next step has interrupted that one.
     attempted = max(report.attempted for report in state.reports.values())
     step = max(attempted, (plan.generation or 0) + 1)
-    swaps = state.swaps
-    for shard, losses in state.losses.items():
-        before = swaps.get(shard)
-        count = losses + (before.count if before is not None and before.step == step else 0)
-        swaps = swaps.set(shard, Swaps(step, count))
-        if count > state.config.max_swaps_per_step:
-            return end(state, crash_loop(shard, count, step), exit_code=1)
+    swaps = _attribute(state, step)
+    for shard in state.losses:
+        if swaps[shard].count > state.config.max_swaps_per_step:
+            return end(state, crash_loop(shard, swaps[shard].count, step), exit_code=1)
     ledger: Map[Shard, tuple[int, ...]] = Map()
     if plan.generation is not None and not plan.rollback:
         ledger = _still_held(state.reports, plan.holders, state.owners, plan.generation)
@@ -414,7 +415,12 @@ def announce(state: State, generation: int) -> Transition:
     """``generation`` is committed for every shard: older buffers and slots are free."""
     later = {g: count for g, count in state.tally.items() if g > generation}
     state = replace(
-        state, committed=generation, announced=generation, protected=True, tally=Map(later)
+        state,
+        committed=generation,
+        announced=generation,
+        # A world of one without a spare has its state once only.
+        protected=bool(state.holders),
+        tally=Map(later),
     )
     return Transition(
         state,
@@ -424,6 +430,16 @@ def announce(state: State, generation: int) -> Transition:
         ),
         f"generation {generation} is committed for all shards",
     )
+
+
+def _attribute(state: State, step: int) -> Map[Shard, Swaps]:
+    """The losses of this recovery, put to the step that they interrupted."""
+    swaps = state.swaps
+    for shard, losses in state.losses.items():
+        before = swaps.get(shard)
+        count = losses + (before.count if before is not None and before.step == step else 0)
+        swaps = swaps.set(shard, Swaps(step, count))
+    return swaps
 
 
 def _still_held(

@@ -6,6 +6,7 @@ Pure over the entries, except for reading and writing the files; seconds and byt
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import statistics
@@ -182,7 +183,7 @@ def _swaps(lines: list[AnyEntry]) -> Iterator[Swap]:
         for index, line in enumerate(lines)
         if isinstance(line, Detected) and line.shard is not None and not _in_recovery(lines[:index])
     ]
-    for begin, end in zip(begins, [*begins[1:], len(lines)], strict=True):
+    for begin, end in itertools.pairwise([*begins, len(lines)]):
         swap = _swap(lines[:begin], lines[begin:end])
         if swap is not None:
             yield swap

@@ -157,6 +157,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """What :func:`split_address` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def connect(address: str, access: Access) -> socket.socket:
     """A connection to the data server at ``address``, proved both ways.
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planaria.errors import FencedError, JoinError, PlanariaError
+from planaria.runtime import joinless
 from planaria.runtime.control import Invitation
 from planaria.runtime.inject import Fault
 from planaria.runtime.screen import TRACEBACK_MARK
@@ -189,13 +190,14 @@ def _serve(task: Task) -> int:
     try:
         member = Member(invitation, data_address=data.address)
     except JoinError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{TRACEBACK_MARK}{error}\n")
         return REFUSED
-    _Seat.context = WorkerContext(task=task, member=member, data=data)
+    _Seat.context = joined = WorkerContext(task=task, member=member, data=data)
+    joinless.install(joined)
     reason, code = _attempt(task)
     if reason and task.rank is None and "RANK" not in os.environ:
         # Never promoted, so the run is whole without it: a closed stream says enough.
-        sys.stderr.write(f"{reason}\n")
+        sys.stderr.write(f"{TRACEBACK_MARK}{reason}\n")
         return SPARE_FAILED
     if reason:
         member.failed(reason, exit_code=code)

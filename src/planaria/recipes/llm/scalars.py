@@ -26,6 +26,8 @@ class Board:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.last: dict[str, float] = {}
+        """Scalars of the newest step, and of the newest evaluation."""
         self._pending: dict[int, dict[str, float]] = {}
         self._writer: SummaryWriter | None = None
         self._written: dict[str, int] = {}
@@ -34,6 +36,7 @@ class Board:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Keep ``values`` of ``step`` until it is known to be committed; replaces an older try."""
         self._pending[step] = dict(values)
+        self.last = {**self.last, **values}
 
     def write(self, *, upto: int, now: bool = False) -> None:
         """Write every kept step that is not above ``upto``; at most once a second unless ``now``."""
@@ -58,10 +61,14 @@ class Board:
             self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pending": {step: dict(values) for step, values in self._pending.items()}}
+        return {
+            "pending": {step: dict(values) for step, values in self._pending.items()},
+            "last": dict(self.last),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending = {int(step): dict(values) for step, values in state["pending"].items()}
+        self.last = dict(state["last"])
 
 
 def last_steps(folder: Path) -> dict[str, int]:
@@ -101,7 +108,7 @@ class ProgressLine:
             return
         now = time.monotonic()
         due = self._said is None or now - self._said >= self._every
-        if due or step == self._steps or "eval/loss" in values:
+        if due or step == self._steps or {"val_loss", "skipped"} & values.keys():
             self._said = now
             self._console.print(text, highlight=False, soft_wrap=True)
 
@@ -112,12 +119,13 @@ class ProgressLine:
 
 
 _FORMS = {
-    "train/loss": "loss {:.4f}",
-    "train/lr": "lr {:.2e}",
-    "train/grad_norm": "norm {:.2f}",
-    "train/tokens_per_s": "{:,.0f} tokens/s",
-    "eval/loss": "held-out loss {:.4f}",
-    "eval/perplexity": "perplexity {:.2f}",
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "norm {:.2f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "skipped": "skipped: the loss is not finite",
+    "val_loss": "held-out loss {:.4f}",
+    "perplexity": "perplexity {:.2f}",
 }
 
 

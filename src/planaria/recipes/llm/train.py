@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ def main(config: LlmConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     job = Job(config, prepare(config))
-    with planaria.join(job.build) as run:
+    joined = planaria.join(job.build, max_redo=config.max_redo, on_nonfinite=config.on_nonfinite)
+    with joined as run:
         job.train(run)
 
 
@@ -80,22 +81,28 @@ class Job:
     def train(self, run: planaria.Run) -> None:
         """Take every step, evaluate, and export the result."""
         config = self.config
-        line = ProgressLine(steps=config.steps, every=config.log_every)
+        with closing(ProgressLine(steps=config.steps, every=config.log_every)) as line:
+            self.attempt_all(run, line)
+        run.final(self.finish, **self.board.last)
+
+    def attempt_all(self, run: planaria.Run, line: ProgressLine) -> None:
+        """Take every step; shard 0 says how it goes."""
+        config = self.config
         self.since = time.monotonic()
-        for attempt in run.attempts(until=config.steps):
+        for attempt in run.attempts(until=config.steps, checkpoint_every=config.checkpoint_every):
+            values: dict[str, float] = {}
             with attempt:
                 values = self.step(run, attempt)
                 attempt.log(**values)
                 self.board.add(attempt.step, values)
-            if self.shard.index == 0:
-                self.board.write(upto=run.committed)
-                line.say(attempt.step, values)
             self.since = time.monotonic()
-        line.close()
-        run.final(self.finish)
+            if attempt.broken or self.shard.index != 0:
+                continue
+            self.board.write(upto=run.committed)
+            line.say(attempt.step, {"skipped": 1.0} if attempt.skipped else values)
 
     def finish(self) -> None:
-        """Write what is left of the scalars, and the model."""
+        """Write what is left of the scalars, and the model; a collective under FSDP2."""
         state = export.full_state(self.model)
         if self.shard.index == 0:
             self.board.write(upto=self.config.steps, now=True)
@@ -108,30 +115,30 @@ class Job:
             )
 
     def step(self, run: planaria.Run, attempt: planaria.Attempt) -> dict[str, float]:
-        """One optimizer step, and an evaluation where one is due; its scalars by tag."""
+        """One optimizer step, and an evaluation where one is due; its scalars by name."""
         config = self.config
         loss, ids = self.gradients(attempt.step)
         values: dict[str, float] = {}
         verdict = loss
         if config.clip is not None:
             norm = _local(nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
-            values["train/grad_norm"] = float(norm)
+            values |= {"grad_norm": float(norm)}
             # A finite loss can have an infinite gradient; one agreement judges both.
             verdict = loss + 0.0 * norm
-        attempt.consumed(ids)
+        attempt.consumed(ids.tolist())
         attempt.finite(verdict)
-        values["train/lr"] = self.scheduler.get_last_lr()[0]
+        values["lr"] = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        values["train/loss"] = self.mean(loss)
+        values["loss"] = self.mean(loss)
         tokens = self.order.per_step * config.sequence
-        values["train/tokens_per_s"] = tokens / (time.monotonic() - self.since)
+        values["tokens_per_s"] = tokens / (time.monotonic() - self.since)
         due = config.eval_every and attempt.step % config.eval_every == 0
         if due or attempt.step == config.steps:
             with run.phase("evaluation"):
                 result = self.evaluate()
-            values |= {"eval/loss": result.loss, "eval/perplexity": result.perplexity}
+            values |= {"val_loss": result.loss, "perplexity": result.perplexity}
         return values
 
     def gradients(self, step: int) -> tuple[Tensor, Numbers]:

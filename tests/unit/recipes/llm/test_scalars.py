@@ -86,16 +86,18 @@ def test_state_is_a_copy(tmp_path: Path) -> None:
     board.add(1, {"loss": 1.0})
     state = board.state_dict()
     board.add(1, {"loss": 2.0})
-    assert state == {"pending": {1: {"loss": 1.0}}}
+    assert state == {"pending": {1: {"loss": 1.0}}, "last": {"loss": 1.0}}
     board.load_state_dict(state)
-    assert board.state_dict() == {"pending": {1: {"loss": 1.0}}}
+    assert board.state_dict() == state
+    board.add(2, {"lr": 0.5})
+    assert board.last == {"loss": 1.0, "lr": 0.5}
 
 
 VALUES = {
-    "train/loss": 5.1234,
-    "train/lr": 0.003,
-    "train/grad_norm": 0.5,
-    "train/tokens_per_s": 9876.2,
+    "loss": 5.1234,
+    "lr": 0.003,
+    "grad_norm": 0.5,
+    "tokens_per_s": 9876.2,
 }
 
 
@@ -103,7 +105,8 @@ def test_line() -> None:
     assert describe(20, 40, VALUES) == (
         "step 20/40  loss 5.1234  lr 3.00e-03  norm 0.50  9,876 tokens/s"
     )
-    assert describe(40, 40, {"eval/loss": 1.0, "eval/perplexity": 2.71828}) == (
+    assert describe(3, 40, {"skipped": 1.0}) == "step 3/40  skipped: the loss is not finite"
+    assert describe(40, 40, {"val_loss": 1.0, "perplexity": 2.71828}) == (
         "step 40/40  held-out loss 1.0000  perplexity 2.72"
     )
 
@@ -112,7 +115,7 @@ def test_plain_lines_are_few() -> None:
     text = io.StringIO()
     line = ProgressLine(steps=9, every=3600.0, console=Console(file=text, width=40))
     for step in range(1, 10):
-        line.say(step, VALUES | ({"eval/loss": 5.0} if step == 4 else {}))
+        line.say(step, VALUES | ({"val_loss": 5.0} if step == 4 else {}))
     line.close()
     shown = text.getvalue().splitlines()
     assert [entry.split()[1] for entry in shown] == ["1/9", "4/9", "9/9"]

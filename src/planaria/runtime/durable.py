@@ -1,0 +1,192 @@
+"""Durable checkpoints: the whole run on disk, by ``torch.distributed.checkpoint``, beside training.
+
+One folder per generation below ``OUT/checkpoints``. Workers write into ``step-N.partial``; the
+coordinator, and nobody else, renames it to ``step-N`` once every shard has said that its part is
+there, so that a folder without ``.partial`` is complete and a fenced worker can publish nothing.
+
+What is saved: modules and optimizers under their qualified names, so that FSDP2 models load at
+another world size; everything else (random generators, cursors, scheduler, scaler, tally) per shard.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.optim import Optimizer
+
+from planaria.errors import CheckpointError
+from planaria.runtime.parts import Parts
+from planaria.runtime.publish import complete_path, partial_path, published
+
+
+def newest(out: Path) -> int | None:
+    """Generation of the newest complete checkpoint below ``out``; None where there is none."""
+    return max(published(out), default=None)
+
+
+class DurableCheckpoints:
+    """Writes and reads this worker's share.
+
+    Args:
+        out: folder of the run, shared by all machines.
+        parts: what to save.
+        group: a process group of its own, over all shards: writing goes on beside training, and two
+            threads must not interleave their collectives on one group. None in a world of one.
+    """
+
+    def __init__(self, out: Path, parts: Parts, *, group: Any | None) -> None:
+        self._out = out
+        self._parts = parts
+        self._group = group
+        self._running: threading.Thread | None = None
+
+    def save(self, generation: int, told: Callable[[int, str | None, float], None]) -> float:
+        """Begin to write ``generation``; returns the seconds that the training thread has waited.
+
+        Waits first for one that is still being written. ``told(generation, error, seconds)`` is
+        called from another thread when this worker's part is complete on disk, or has failed.
+        """
+        started = time.monotonic()
+        self.wait()
+        path = partial_path(self._out, generation)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            future = dcp.async_save(
+                self._state(),
+                checkpoint_id=path,
+                process_group=self._group,
+                async_checkpointer_type=AsyncCheckpointerType.THREAD,
+                no_dist=self._group is None,
+            )
+        except OSError as error:
+            told(generation, f"{path}: {error.strerror or error}", time.monotonic() - started)
+            return time.monotonic() - started
+
+        done = future if isinstance(future, Future) else future.upload_completion
+
+        def finish() -> None:
+            try:
+                done.result()
+            except Exception as error:
+                told(generation, _first_line(error), time.monotonic() - started)
+            else:
+                told(generation, None, time.monotonic() - started)
+
+        self._running = threading.Thread(target=finish, name="planaria-durable", daemon=True)
+        self._running.start()
+        return time.monotonic() - started
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._running is not None:
+            self._running.join()
+            self._running = None
+
+    def load(self, generation: int) -> None:
+        """Put the state of ``generation`` back, in place; a collective.
+
+        At another number of shards than it was written with, models and optimizers are re-sharded,
+        and shard s continues with cursors and generators of shard s modulo the old number.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds other parts than this run.
+        """
+        path = complete_path(self._out, generation)
+        state = self._state()
+        try:
+            metadata = dcp.FileSystemReader(path).read_metadata()
+            own = [k for k in metadata.state_dict_metadata if k.startswith("shards.")]
+            shards = sorted({int(key.split(".")[1]) for key in own})
+            if not shards:
+                raise CheckpointError(
+                    f"{path} holds no shard's cursors: it is not a run's checkpoint"
+                )
+            mine = shards[self._parts.shard % len(shards)]
+            others = state.pop("shards")
+            state["shards"] = {str(mine): next(iter(others.values()))}
+            dcp.load(
+                state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint {path} cannot be read: {_first_line(error)}; it was written by a run with "
+                "other parts, or is damaged: remove that folder to go on from an older one"
+            ) from error
+        self._put(state, mine)
+
+    def _state(self) -> dict[str, Any]:
+        """The state dict that is written and, in place, read."""
+        parts = self._parts
+        state: dict[str, Any] = {}
+        for name, (module, optimizers) in _pairs(parts).items():
+            model_state, optimizer_state = get_state_dict(module, optimizers)
+            state[name] = {"model": model_state, "optimizer": optimizer_state}
+        own = {name: other.state_dict() for name, other in parts.others.items()}
+        buffer = io.BytesIO()
+        torch.save(own, buffer)
+        state["shards"] = {str(parts.shard): buffer}
+        return state
+
+    def _put(self, state: Mapping[str, Any], shard: int) -> None:
+        for name, (module, optimizers) in _pairs(self._parts).items():
+            set_state_dict(
+                module,
+                optimizers,
+                model_state_dict=state[name]["model"],
+                optim_state_dict=state[name]["optimizer"],
+            )
+        buffer = state["shards"][str(shard)]
+        buffer.seek(0)
+        own = torch.load(buffer, weights_only=False)
+        for name, other in self._parts.others.items():
+            if name not in own:
+                raise CheckpointError(
+                    f"the checkpoint has no part {name!r} (it has {', '.join(sorted(own))}): "
+                    "resume with the script that wrote it"
+                )
+            other.load_state_dict(own[name])
+
+
+def _pairs(parts: Parts) -> dict[str, tuple[nn.Module, list[Optimizer]]]:
+    """Each module with the optimizers that step its parameters, for the qualified names."""
+    left = {name: part.optimizer for name, part in parts.optimizers.items()}
+    pairs: dict[str, tuple[nn.Module, list[Optimizer]]] = {}
+    for name, module in parts.modules.items():
+        ids = {id(p) for p in module.parameters()}
+        mine = [
+            key
+            for key, optimizer in left.items()
+            if all(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+        ]
+        pairs[name] = module, [left.pop(key) for key in mine]
+    if left:
+        raise CheckpointError(
+            f"optimizer {sorted(left)[0]!r} steps parameters that are in no module among the parts: "
+            "return their module from build(), too"
+        )
+    return pairs
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[-1] if "Traceback" in str(error) and lines else (lines[0] if lines else "")
+    return f"{type(error).__name__}: {text}"
+
+
+def default_group(world: int) -> Any | None:
+    """The group for :class:`DurableCheckpoints`; made by all workers at the same place in a build."""
+    return dist.new_group() if world > 1 else None

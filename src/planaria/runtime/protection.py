@@ -1,0 +1,196 @@
+"""What keeps a worker's state twice: captures, copies at the holder, and the way back.
+
+It joins :mod:`.snapshot` (own host buffers), :mod:`.replicas` (holder) and the control plane
+(``Committed``), for :mod:`.engine`. Called by the training thread, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from planaria.errors import CommError, RunError
+from planaria.runtime.member import Member
+from planaria.runtime.messages import Broke, Committed, Hold, Plan, ReplicaSet, Shard, Transfer
+from planaria.runtime.parts import Parts
+from planaria.runtime.replicas import DataServer, Pusher, regrow
+from planaria.runtime.slots import Buffers
+from planaria.runtime.snapshot import Capture
+
+Event = Callable[[str, int], None]
+"""Told (phase, generation) in the middle of captures and sends, and before a commit is said."""
+
+
+class Protection:
+    """Captures and replicates the state of one shard."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        shard: Shard,
+        member: Member,
+        data: DataServer,
+        on_event: Event | None,
+    ) -> None:
+        self._parts = parts
+        self._shard = shard
+        self._member = member
+        self._data = data
+        self._on_event = on_event
+        self._plan: Plan | None = None
+        self._newest = 0
+        """Generation whose capture or send is under way, for injected faults."""
+        self._start()
+
+    def _start(self) -> None:
+        event = None if self._on_event is None else self._event
+        self._pusher = Pusher(
+            self._data.buffers,
+            self._data.access,
+            on_ack=self._acknowledged,
+            on_error=self._failed,
+            on_event=event,
+        )
+        self._capture = Capture(self._data.buffers, on_complete=self._pusher.notify, on_event=event)
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._data.buffers
+
+    # ------------------------------------------------------------------ while nothing fails
+
+    def capture(self, generation: int, *, wait: float) -> float:
+        """Begin the capture of the state as it is; the seconds the training thread has spent.
+
+        Waits for a slot until the generation before the last is committed for all. Raises
+        EpochSuperseded on a break, :class:`RunError` where no slot came free within ``wait`` s.
+        """
+        self._newest = generation
+        taken = self._capture.capture(self._parts, generation=generation, wait=wait)
+        if not taken.taken:
+            raise RunError(
+                f"generation {generation} found no free buffer within {wait:g} s ({taken.reason}): "
+                "copies to the holders do not get through; look at the journal and the network"
+            )
+        return taken.seconds
+
+    def wait_copied(self) -> float:
+        """Before anything changes parameters or optimizer state; the seconds waited."""
+        return self._capture.wait_copied()
+
+    def announce(self, generation: int) -> None:
+        """``generation`` is committed for all. Control thread."""
+        self._data.buffers.announce(generation)
+        self._data.held.announce(generation)
+
+    def _acknowledged(self, epoch: int, generation: int, nbytes: int) -> None:
+        """The holder has it. Sending thread."""
+        if self._on_event is not None:
+            self._on_event("commit", generation)
+        self._member.send(
+            Committed(epoch=epoch, shard=self._shard, generation=generation, bytes=nbytes)
+        )
+
+    def _failed(self, error: Exception) -> None:
+        """The holder cannot be reached: if it is lost, the coordinator will say so."""
+        plan = self._plan
+        if isinstance(error, CommError) and plan is not None:
+            self._member.send(Broke(epoch=plan.epoch, reason=f"replication: {error}"))
+            return
+        self._member.failed(f"shard {self._shard} cannot be protected: {error}")
+
+    def _event(self, name: str) -> None:
+        assert self._on_event is not None
+        self._on_event(name, self._newest)
+
+    # ------------------------------------------------------------------ when something has failed
+
+    def stand_still(self) -> None:
+        """Finish the copy under way, so that what is reported as captured is all there is."""
+        self._capture.wait_copied()
+        self._capture.close()
+
+    def captured(self) -> tuple[int, ...]:
+        return self._data.buffers.captured()
+
+    def held(self) -> dict[Shard, tuple[int, ...]]:
+        return self._data.held.held()
+
+    def replica_sets(self) -> tuple[ReplicaSet, ...]:
+        """Of the newest capture; of the state as it is where there is none yet."""
+        for generation in reversed(self.captured()):
+            with self._data.buffers.reading(generation) as slot:
+                if slot is not None and slot.layout is not None:
+                    return slot.layout.replica_sets()
+        sizes: dict[tuple[int, ...], int] = {}
+        for leaf in self._parts.flatten().leaves:
+            if len(leaf.shards) > 1:
+                nbytes = leaf.tensor.numel() * leaf.tensor.element_size()
+                sizes[leaf.shards] = sizes.get(leaf.shards, 0) + nbytes
+        return tuple(ReplicaSet(shards=shards, bytes=n) for shards, n in sorted(sizes.items()))
+
+    def enter(self, plan: Plan) -> None:
+        """A new epoch goes on from the plan's generation: newer captures and copies are void."""
+        assert plan.generation is not None
+        self._plan = plan
+        self._data.set_epoch(plan.epoch)
+        self._data.buffers.void_after(plan.generation)
+        self._data.held.void_after(plan.generation)
+
+    def forget(self) -> None:
+        """All captures and copies are void: the run goes on from the disk."""
+        self._data.buffers.void_after(-1)
+        self._data.held.void_after(-1)
+
+    def fetch(self, plan: Plan, transfers: Sequence[Transfer]) -> None:
+        """Bring this shard's state into the own buffers, checked."""
+        assert plan.generation is not None
+        regrow(
+            transfers,
+            shard=self._shard,
+            generation=plan.generation,
+            epoch=plan.epoch,
+            buffers=self._data.buffers,
+            access=self._data.access,
+        )
+
+    def restore(self, generation: int, *, only: Literal["small", "all"]) -> None:
+        """Put the capture of ``generation`` back into the parts."""
+        with self._data.buffers.reading(generation) as slot:
+            if slot is None or slot.layout is None:
+                raise RunError(
+                    f"shard {self._shard} has no capture of generation {generation} to go back to "
+                    f"(it has {self.captured()}): this is a defect of Planaria; start the run again "
+                    "from its durable checkpoint"
+                )
+            self._parts.restore(slot.layout, slot.bytes(0, slot.layout.total), only=only)
+
+    def direct(self, plan: Plan) -> None:
+        """Send what is captured from the plan's generation on to the plan's holder."""
+        assert plan.generation is not None
+        holder = plan.holders.get(self._shard)
+        addresses = {owner.worker: owner.address for owner in plan.owners.values()}
+        addresses |= {keeper.worker: keeper.address for keeper in plan.keepers}
+        self._pusher.direct(
+            addresses[holder] if holder is not None else None,
+            epoch=plan.epoch,
+            floor=plan.generation,
+        )
+
+    def hold(self, message: Hold) -> None:
+        """A keeper has changed within the epoch (a world of one). Control thread."""
+        plan = self._plan
+        if plan is None or plan.epoch != message.epoch or plan.generation is None:
+            return
+        holder = message.holders.get(self._shard)
+        addresses = {keeper.worker: keeper.address for keeper in message.keepers}
+        self._pusher.direct(
+            addresses.get(holder) if holder is not None else None,
+            epoch=plan.epoch,
+            floor=max([plan.generation, *self.captured()[-1:]]),
+        )
+
+    def close(self) -> None:
+        self._capture.close()
+        self._pusher.close()

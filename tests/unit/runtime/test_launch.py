@@ -1,0 +1,379 @@
+"""Launching over real processes: what starts, what is said, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from planaria import cli
+from planaria.errors import UserError
+from planaria.runtime.config import LaunchConfig
+from planaria.runtime.launch import launch
+
+PLAIN = """
+import os, sys, time
+print("argv", *sys.argv[1:], flush=True)
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+"""
+
+LOOP = """
+import sys, time, torch, planaria
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def build(shard):
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(8, 8))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+with planaria.join(build) as run:
+    print("owns", run.shard.index, flush=True)
+    for attempt in run.attempts(until=int(sys.argv[1])):
+        with attempt:
+            generator = torch.Generator().manual_seed(attempt.step * 100 + run.shard.index)
+            run.model(torch.randn(4, 8, generator=generator)).pow(2).mean().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            time.sleep(0.02)
+"""
+
+CLASSIC = """
+import os, signal, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+begin = 0
+if os.path.exists(sys.argv[1]):
+    saved = torch.load(sys.argv[1])
+    model.module.load_state_dict(saved["model"])
+    begin = saved["step"]
+print("begins at", begin, flush=True)
+for step in range(begin, 6):
+    if first and step == 3 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        torch.save({"model": model.module.state_dict(), "step": step + 1}, sys.argv[1])
+    dist.barrier()
+print("sum", model.module.weight.detach().double().sum().item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def events(out: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def until(holds: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+def of_run(out: Path) -> list[int]:
+    """Processes that were told of ``out``: coordinator by its arguments, workers by their logs."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        try:
+            told = str(out) in " ".join(process.cmdline())
+            logs = os.path.realpath(f"/proc/{process.pid}/fd/1").startswith(str(out))
+            if (told or logs) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the real command in a session of its own; kills what a failed test leaves."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "planaria.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()
+
+
+def test_plain_script_gets_arguments_and_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    code = cli.main(
+        ["run", "--workers", "2", "--out", str(out), write(tmp_path, PLAIN), "--lr", "1", "--", "x"]
+    )
+    said = capsys.readouterr()
+    assert code == 0
+    assert said.err == ""
+    for rank in range(2):
+        assert f"[w{rank}] argv --lr 1 -- x\n" in said.out
+        assert f"[w{rank}] rank {rank} of 2\n" in said.out
+        assert "argv --lr 1 -- x" in (out / "logs" / f"w{rank}.log").read_text()
+    config = tomllib.loads((out / "config.toml").read_text())
+    assert config["launch"]["workers"] == 2
+    assert config["launch"]["arguments"] == ["--lr", "1", "--", "x"]
+    assert of_run(out) == []
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    script = write(tmp_path, LOOP)
+    digests: list[str] = []
+    for name, faults in (("calm", ()), ("struck", ("kill:worker=0,step=6,phase=backward",))):
+        config = LaunchConfig(
+            workers=2,
+            spares=1,
+            script=script,
+            arguments=("12",),
+            out=tmp_path / name,
+            inject=faults,
+            quiet=True,
+        )
+        assert launch(config) == 0
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["injected"] == len(faults)
+        assert len(summary["swaps"]) == len(faults)
+        digests.append(summary["state_digest"])
+    assert digests[0] == digests[1]
+    assert "owns 0" in (tmp_path / "struck" / "logs" / "w2.log").read_text()
+    # A fresh spare was started for the one that stepped in.
+    until(lambda: (tmp_path / "struck" / "logs" / "w3.log").exists(), seconds=1)
+
+
+def test_classic_script_restarts_from_its_own_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path, CLASSIC)
+    (tmp_path / "calm.pt").unlink(missing_ok=True)
+    struck = LaunchConfig(
+        workers=2, script=script, arguments=(str(tmp_path / "a.pt"),), out=tmp_path / "struck"
+    )
+    assert launch(struck) == 0
+    said = capsys.readouterr().out
+    assert said.count("this script does not join its run") == 2  # once for each start
+    assert said.count("begins at 0\n") == 2
+    assert said.count("begins at 3\n") == 2
+    assert "worker w1 was lost" in said
+    assert "all workers start again (1)" in said
+    calm = LaunchConfig(
+        workers=2,
+        script=write(tmp_path, CLASSIC.replace("first and step", "False and step")),
+        arguments=(str(tmp_path / "b.pt"),),
+        out=tmp_path / "calm",
+    )
+    assert launch(calm) == 0
+    sums = [line for line in said.splitlines() if "sum" in line]
+    undisturbed = [line for line in capsys.readouterr().out.splitlines() if "sum" in line]
+    assert len(sums) == len(undisturbed) == 2
+    assert {line.split()[-1] for line in sums} == {line.split()[-1] for line in undisturbed}
+
+
+def test_restarts_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, CLASSIC.replace("first and step", "step"))
+    config = LaunchConfig(
+        workers=2,
+        script=script,
+        arguments=(str(tmp_path / "a.pt"),),
+        out=tmp_path / "out",
+        max_restarts=1,
+    )
+    assert launch(config) == 1
+    err = capsys.readouterr().err
+    assert "the script does not join; it was restarted 1 times already (--max-restarts)" in err
+    assert err.count("\n") == 1
+
+
+def test_an_exception_is_one_line_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(
+        tmp_path,
+        "import os, time\n\ndef inner():\n    raise ValueError('bad\\nthing')\n\n"
+        "if os.environ['RANK'] == '1':\n    inner()\ntime.sleep(60)\n",
+    )
+    out = tmp_path / "out"
+    code = cli.main(["run", "--workers", "2", "--out", str(out), script])
+    said = capsys.readouterr()
+    assert code == 1
+    assert said.err == f"planaria: ValueError: bad thing ({script}:4)\n"
+    assert "Traceback" not in said.out
+    log = (out / "logs" / "w1.log").read_text()
+    assert "Traceback (most recent call last):" in log
+    assert "in inner" in log
+    assert of_run(out) == []
+
+
+def test_an_error_of_ours_keeps_its_line_and_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(
+        tmp_path,
+        "from planaria.errors import DataError\n"
+        "raise DataError('corpus x.txt is empty; give one with text')\n",
+    )
+    code = cli.main(["run", "--out", str(tmp_path / "out"), script])
+    assert capsys.readouterr().err == "planaria: corpus x.txt is empty; give one with text\n"
+    assert code == 2
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, "x = 1\ny = = 2\n")
+    assert cli.main(["run", "--out", str(tmp_path / "out"), script]) == 1
+    err = capsys.readouterr().err
+    assert err == f"planaria: SyntaxError: invalid syntax ({script}:2)\n"
+
+
+def test_exit_code_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, "import sys\nsys.exit(7)\n")
+    assert cli.main(["run", "--out", str(tmp_path / "out"), script]) == 1
+    assert capsys.readouterr().err == "planaria: the script ended with exit code 7\n"
+
+
+def test_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = cli.main(["run", "--port", str(port), "--out", str(out), write(tmp_path, PLAIN)])
+    assert capsys.readouterr().err == (
+        f"planaria: port {port} on 127.0.0.1 cannot be used: Address already in use; "
+        "choose another --port, or 0 for any free one\n"
+    )
+    assert code == 2
+    assert of_run(out) == []
+
+
+def test_an_argument_that_cannot_be_pickled(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        LaunchConfig(function=("builtins", "print"), argument=lambda: None, out=tmp_path / "out")
+    assert str(caught.value).startswith("argument of builtins.print cannot be pickled: ")
+    assert str(caught.value).endswith("; give plain values or a dataclass")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything(
+    tmp_path: Path,
+    started: Callable[..., subprocess.Popen[str]],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    out = tmp_path / "out"
+    child = started(
+        *("run", "--workers", "2", "--spares", "1", "--out", str(out)),
+        *(write(tmp_path, LOOP), "100000"),
+    )
+    until(lambda: (out / "journal.jsonl").exists() and len(events(out, "all_committed")) > 3)
+    assert len(of_run(out)) == 4 + 1  # coordinator, workers, spare; and the launcher itself
+    child.send_signal(number)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == code, said
+    assert f"{number.name}: a checkpoint is written first; once more stops at once" in said
+    until(lambda: of_run(out) == [], seconds=5)
+    (ended,) = events(out, "ended")
+    assert number.name in ended["reason"]
+    # What was committed is on disk, complete.
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert (checkpoint / "complete.json").is_file()
+    assert not checkpoint.name.endswith(".partial")
+
+
+def test_a_second_signal_ends_everything_at_once(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out = tmp_path / "out"
+    script = write(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    child = started("run", "--workers", "2", "--out", str(out), script)
+    until(lambda: len(list((out / "logs").glob("w*.log"))) == 2 if out.exists() else False)
+    begin = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert time.monotonic() - begin < 10
+    until(lambda: of_run(out) == [], seconds=5)
+
+
+def test_nothing_outlives_a_killed_launcher(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out = tmp_path / "out"
+    child = started(
+        *("run", "--workers", "2", "--spares", "1", "--out", str(out)),
+        *(write(tmp_path, LOOP), "100000"),
+    )
+    until(lambda: (out / "journal.jsonl").exists() and len(events(out, "all_committed")) > 3)
+    servers = psutil.Process(child.pid).children(recursive=True)
+    assert len(servers) >= 5  # coordinator, fork server, resource tracker, workers
+    (stopped,) = [e["pid"] for e in events(out, "worker_attached") if e["worker"] == "w1"]
+    os.kill(stopped, signal.SIGSTOP)  # one that can do nothing for its own end
+    child.kill()
+    until(lambda: of_run(out) == [], seconds=10)
+    until(lambda: not any(s.is_running() and s.status() != "zombie" for s in servers), seconds=10)
+
+
+def test_a_spare_joins_a_living_run(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, script = tmp_path / "out", write(tmp_path, LOOP)
+    child = started(
+        *("run", "--workers", "2", "--no-refill", "--timeout", "10", "--out", str(out)),
+        *("--inject", "kill:worker=1,step=8,phase=forward", script, "60"),
+    )
+    until(lambda: (out / "journal.jsonl").exists() and bool(events(out, "worker_ready")))
+    contact = json.loads((out / "coordinator.json").read_text())
+    token = tmp_path / "token"
+    token.write_text("x" * 64)
+    joined = str(tmp_path / "joined")
+    words = ["join", contact["address"], "--token-file", str(token), "--out", joined]
+    assert cli.main([*words, "--", script, "60"]) == 2
+    assert capfd.readouterr().err == (
+        "planaria: wrong token: give the token of this run (OUT/coordinator.token)\n"
+    )
+    token.write_text((out / "coordinator.token").read_text())
+    other = write(tmp_path / "out", LOOP + "\n# another\n")
+    assert cli.main([*words, "--", other, "60"]) == 2
+    assert "has configuration" in capfd.readouterr().err
+    assert cli.main([*words, "--", script, "60"]) == 0
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 0, said
+    (log,) = [p for p in (tmp_path / "joined" / "logs").iterdir() if "owns 1" in p.read_text()]
+    assert log.name.startswith("j")
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["injected"] == 1
+    assert [swap["lost"] for swap in summary["swaps"]] == [[1]]

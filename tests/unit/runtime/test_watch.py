@@ -1,0 +1,162 @@
+"""Suspicions out of pongs and progress, with times given."""
+
+from __future__ import annotations
+
+from planaria.runtime import messages
+from planaria.runtime.events import (
+    Attached,
+    BecameReady,
+    CommittedBy,
+    Regroup,
+    Reported,
+    RestoredBy,
+)
+from planaria.runtime.limits import Timeouts
+from planaria.runtime.membership import MembershipConfig, State, step
+from planaria.runtime.watch import Finding, Watch
+
+LIMITS = Timeouts(timeout=20.0).limits()
+"""silence 1 s, ping .2 s; a known step may take 6.7 s at least."""
+
+
+def building(world: int = 3) -> State:
+    state = State(config=MembershipConfig(world=world))
+    for rank in range(world):
+        name = f"w{rank}"
+        state = step(state, Attached(worker=name, node="n", address="a", rank=rank)).state
+    for rank in range(world):
+        state = step(state, BecameReady(worker=f"w{rank}")).state
+    assert state.phase == "building"
+    return state
+
+
+def training(world: int = 3) -> State:
+    state = building(world)
+    for shard in range(world):
+        report = messages.Report(epoch=1, shard=shard, live=0, clean=True, captured=(0,))
+        state = step(state, Reported(worker=f"w{shard}", message=report)).state
+    for shard in range(world):
+        restored = messages.Restored(epoch=1, generation=0, phases={})
+        state = step(state, RestoredBy(worker=f"w{shard}", message=restored)).state
+        commit = messages.Committed(epoch=1, shard=shard, generation=0)
+        state = step(state, CommittedBy(worker=f"w{shard}", message=commit)).state
+    assert state.phase == "training"
+    return state
+
+
+class Clock:
+    """Drives a watch as the coordinator does: a ping each .2 s, answers from who is awake."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.now = 100.0
+        self.watch = Watch(limits=LIMITS)
+        self.asleep: set[str] = set()
+        self.collective = dict.fromkeys(state.members, 0)
+        self.inside: set[str] = set()
+        for worker in state.members:
+            self.watch.attach(worker, now=self.now)
+
+    def run(self, seconds: float) -> list[Finding]:
+        for _ in range(round(seconds / LIMITS.ping)):
+            self.now += LIMITS.ping
+            for worker, ping in list(self.watch.pings(now=self.now)):
+                if worker not in self.asleep:
+                    pong = messages.Pong(
+                        seq=ping.seq,
+                        step=1,
+                        collective=self.collective[worker],
+                        inside=worker in self.inside,
+                    )
+                    self.watch.pong(worker, pong, now=self.now + 0.001)
+            found = self.watch.findings(self.state, now=self.now + 0.002)
+            if found:
+                return found
+        return []
+
+    def step(self, seconds: float = 0.1) -> None:
+        for worker in self.state.members:
+            message = messages.Progress(epoch=1, step=1, seconds=seconds)
+            self.watch.progress(worker, message, now=self.now)
+
+
+def test_a_silent_owner_is_found_after_the_limit() -> None:
+    clock = Clock(training())
+    assert clock.run(5.0) == []
+    clock.asleep = {"w1"}
+    began = clock.now
+    (found,) = clock.run(5.0)
+    assert (found.worker, found.how) == ("w1", "silence")
+    assert found.reason == "it has not answered a ping for 1.0 s (limit 1 s)"
+    assert 1.0 <= clock.now - began <= 1.5
+
+
+def test_an_owner_that_builds_and_a_spare_may_be_silent_for_longer() -> None:
+    clock = Clock(building())
+    clock.asleep = {"w1"}
+    began = clock.now
+    (found,) = clock.run(30.0)
+    assert found.worker == "w1"
+    assert clock.now - began >= LIMITS.rebuild
+
+
+def test_a_coordinator_that_stood_still_blames_nobody() -> None:
+    clock = Clock(training())
+    clock.asleep = {"w1"}
+    assert clock.run(0.4) == []
+    clock.now += 60.0
+    assert clock.run(0.2) == []
+    clock.asleep = set()
+    assert clock.run(2.0) == []
+
+
+def test_who_is_in_no_collective_holds_the_others_up() -> None:
+    clock = Clock(training())
+    for _ in range(6):
+        clock.step()
+        assert clock.run(0.2) == []
+    clock.inside = {"w0", "w2"}
+    clock.collective = {"w0": 8, "w1": 7, "w2": 8}
+    began = clock.now
+    (found,) = clock.run(20.0)
+    assert (found.worker, found.how) == ("w1", "progress")
+    assert "w1 is in no collective, 2 of 3 owners wait in one" in found.reason
+    assert 6.6 < clock.now - began < 7.1
+    # It is not said again before the limit has passed once more.
+    assert clock.run(3.0) == []
+
+
+def test_when_nobody_stands_out_the_owners_regroup() -> None:
+    clock = Clock(training())
+    for _ in range(6):
+        clock.step()
+        clock.run(0.2)
+    clock.inside = {"w0", "w1", "w2"}
+    (found,) = clock.run(20.0)
+    assert found.worker is None
+    assert "all 3 owners wait in the same collective: nobody stands out" in found.reason
+
+
+def test_longer_phases_have_longer_limits() -> None:
+    clock = Clock(training())
+    for _ in range(6):
+        clock.step()
+        clock.run(0.2)
+    for worker in clock.state.members:
+        message = messages.Progress(epoch=1, step=7, phase="evaluation")
+        clock.watch.progress(worker, message, now=clock.now)
+    assert clock.run(60.0) == []
+
+
+def test_who_does_not_report_is_found() -> None:
+    state = training()
+    state = step(state, Regroup(epoch=1, reason="r")).state
+    for shard in (0, 2):
+        report = messages.Report(epoch=2, shard=shard, live=0, clean=True, captured=(0,))
+        state = step(state, Reported(worker=f"w{shard}", message=report)).state
+    clock = Clock(state)
+    began = clock.now
+    (found,) = clock.run(60.0)
+    assert (found.worker, found.how) == ("w1", "progress")
+    assert found.reason.endswith("s old and shard 1 has not reported")
+    assert 2 * LIMITS.timeout <= clock.now - began < 2 * LIMITS.timeout + 1
