@@ -1,8 +1,10 @@
 """Local drift: every worker moves all weights by its own moment; a cycle's part is averaged.
 
 Each sparse step averages one part of the weights, and their moments, over the workers and takes an
-outer Nesterov step there, so each weight is averaged once in a period. Nothing has to be agreed
-about what is sent, since the cycle is known beforehand. Replicas differ between averagings.
+outer Nesterov step there, so each weight is averaged once in a period. What travels is how far a
+weight moved since its last averaging, since that needs fewer digits than the weight itself. Nothing
+has to be agreed about what is sent, since the cycle is known beforehand. Replicas differ between
+averagings.
 
 Shapes: N owners, S columns of a bucket, W columns of all buckets, V columns of the sparse ones, K
 columns of one part of the cycle.
@@ -44,8 +46,9 @@ class Drift:
         self.m = torch.zeros_like(self.w)
         self.half = any(master_dtype(b.dtype) != b.dtype for b in layout.buckets)
         wide = layout.sparse_width if options.sparse else 0
-        self.anchor = torch.zeros(wide, dtype=like.dtype, device=like.device)
-        self.velocity = torch.zeros_like(self.anchor)
+        self.anchor = torch.zeros(layout.world * wide, dtype=like.dtype, device=like.device)
+        self.velocity = torch.zeros(wide, dtype=like.dtype, device=like.device)
+        self.wire = torch.bfloat16 if options.wire == "bfloat16" else like.dtype
         self.pull()
 
     def whole(self, flat_NW: Tensor) -> list[Tensor]:
@@ -54,6 +57,7 @@ class Drift:
         return [
             flat_NW[owners * b.begin : owners * b.end].view(owners, b.width)
             for b in self.layout.buckets
+            if owners * b.end <= flat_NW.numel()
         ]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -93,11 +97,7 @@ class Drift:
                 write(self.buckets.params[slot.index], rows, slot)
 
     def _set_anchor(self) -> None:
-        rank = self.workers.rank
-        for b, rows in enumerate(self.whole(self.w)[: self.layout.sparse]):
-            bucket = self.layout.buckets[b]
-            if bucket.end <= self.anchor.numel():
-                self.anchor[bucket.begin : bucket.end].copy_(rows[rank])
+        self.anchor.copy_(self.w[: self.anchor.numel()])
 
     def dense_step(
         self, step: int, grads: Sequence[Tensor], factor: float | None, *, before_sparse: bool
@@ -155,45 +155,40 @@ class Drift:
         return chosen
 
     def _average(self, phase: int) -> None:
-        layout, parts = self.layout, self.parts(phase)
-        states = [self.whole(self.w)[: layout.sparse]]
-        if self.options.average_moments:
-            states.append(self.whole(self.m)[: layout.sparse])
-        values_NK = torch.cat(
-            [rows[:, part] for state in states for rows, part in zip(state, parts, strict=True)],
-            dim=1,
-        )
+        """Averages movements since the last averaging, and moments, of a part of the cycle."""
+        sparse, parts = self.layout.sparse, self.parts(phase)
+        w, m = self.whole(self.w)[:sparse], self.whole(self.m)[:sparse]
+        anchor = [rows for rows in self.whole(self.anchor) if rows.numel()]
+        moved = [(a - x)[:, part] for a, x, part in zip(anchor, w, parts, strict=True)]
+        held = [rows[:, part] for rows, part in zip(m, parts, strict=True)]
+        sent = [*moved, *held] if self.options.average_moments else moved
+        values_NK = torch.cat(sent, dim=1).to(self.wire)
         received_NK = torch.empty_like(values_NK)
         self.workers.exchange(received_NK, values_NK).wait()
-        mean_K = mean_rows(received_NK)
-        count = values_NK.shape[1] // len(states)
+        mean_K = mean_rows(received_NK.to(self.w.dtype))
+        count = sum(rows.shape[1] for rows in moved)
         mean_K[:count] = self._outer(mean_K[:count], parts)
-        self.workers.gather(values_NK, mean_K).wait()
-        begin = 0
-        for state in states:
-            for rows, part in zip(state, parts, strict=True):
-                target = rows[:, part]
-                target.copy_(values_NK[:, begin : begin + target.shape[1]])
-                begin += target.shape[1]
+        self.workers.gather(values_NK, mean_K.to(self.wire)).wait()
+        pieces = values_NK.to(self.w.dtype).split([rows.shape[1] for rows in sent], dim=1)
+        for a, x, part, piece in zip(anchor, w, parts, pieces, strict=False):
+            # Every worker subtracts the same rounded step from the same anchor.
+            a[:, part] -= piece
+            x[:, part] = a[:, part]
+        for rows, part, piece in zip(m, parts, pieces[len(moved) :], strict=False):
+            rows[:, part] = piece
 
-    def _outer(self, mean_K: Tensor, parts: Sequence[slice]) -> Tensor:
-        """The owner's Nesterov step from the anchor towards the mean; returns the new weights."""
+    def _outer(self, delta_K: Tensor, parts: Sequence[slice]) -> Tensor:
+        """The owner's Nesterov step; returns what every worker subtracts from its anchor."""
         rate, momentum = self.options.outer_rate, self.options.outer_momentum
-        new: list[Tensor] = []
+        steps: list[Tensor] = []
         begin = 0
         for bucket, part in zip(self.layout.buckets, parts, strict=False):
-            anchor = self.anchor[bucket.begin : bucket.end][part]
             velocity = self.velocity[bucket.begin : bucket.end][part]
-            mean = mean_K[begin : begin + anchor.numel()]
-            begin += anchor.numel()
-            if rate == 1 and momentum == 0:
-                anchor.copy_(mean)
-            else:
-                delta = anchor - mean
-                velocity.mul_(momentum).add_(delta)
-                anchor.sub_(delta.add_(velocity, alpha=momentum), alpha=rate)
-            new.append(anchor.clone())
-        return torch.cat(new)
+            delta = delta_K[begin : begin + velocity.numel()]
+            begin += velocity.numel()
+            velocity.mul_(momentum).add_(delta)
+            steps.append(torch.add(delta, velocity, alpha=momentum) * rate)
+        return torch.cat(steps)
 
     def mean_weights(self) -> list[Tensor]:
         """The mean over the workers of every trained weight, as whole tensors; collective.

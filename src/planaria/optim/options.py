@@ -50,6 +50,9 @@ class ScapeOptions:
     """Order of the averaging cycle of the local family: "scattered" or "contiguous"."""
     average_moments: bool = True
     """Whether the local family averages the first moments together with the weights."""
+    wire: str = "bfloat16"
+    """Dtype in which the local family sends what weights moved since their last averaging, and
+    moments: "bfloat16" or "float32". A movement needs fewer digits than a weight."""
     outer_rate: float = 1.0
     """Rate of the outer Nesterov step of the local family."""
     outer_momentum: float = 0.3
@@ -68,6 +71,7 @@ class ScapeOptions:
         checks.choice("decay", self.decay, ("moved", "lazy", "all"))
         checks.choice("k_scope", self.k_scope, ("shard", "bucket", "tensor"))
         checks.choice("mask_code", self.mask_code, ("auto", "bitmap", "index"))
+        checks.choice("wire", self.wire, ("bfloat16", "float32"))
         checks.choice("cycle", self.cycle, ("scattered", "contiguous"))
         checks.number("refresh", self.refresh, low=1)
         checks.number("dense_steps", self.dense_steps, low=0)

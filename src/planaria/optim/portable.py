@@ -88,16 +88,13 @@ def _columns(optimizer: Owner, *, mean: bool) -> Columns:
     """
     family = optimizer.family
     if isinstance(family, Drift):
-        sparse = slice(None, family.layout.sparse if family.anchor.numel() else 0)
-        full = {"moment": family.whole(family.m)}
-        if family.half:
-            full["master"] = family.whole(family.w)
+        sparse = family.layout.sparse if family.velocity.numel() else 0
+        full = _replicated(family)
         flats = {
-            name: [flat[b.begin : b.end] for b in family.layout.buckets[sparse]]
-            for name, flat in (("anchor", family.anchor), ("velocity", family.velocity))
+            "velocity": [family.velocity[b.begin : b.end] for b in family.layout.buckets[:sparse]]
         }
     else:
-        full = {"first": family.whole(family.a)}
+        full = _replicated(family)
         flats = {"moment": family.own(family.m), "skipped": family.own(family.tau)}
         if family.half:
             flats["master"] = family.own(family.w)
@@ -109,6 +106,14 @@ def _columns(optimizer: Owner, *, mean: bool) -> Columns:
     return flats
 
 
+def _replicated(family: Drift | Frozen) -> dict[str, list[Tensor]]:
+    """What every worker holds for all owners, as [N, S] of each bucket."""
+    if not isinstance(family, Drift):
+        return {"first": family.whole(family.a)}
+    full = {"moment": family.whole(family.m), "anchor": family.whole(family.anchor)}
+    return {**full, "master": family.whole(family.w)} if family.half else full
+
+
 def _mean(optimizer: Owner, rows_NS: Tensor) -> Tensor:
     received = torch.empty_like(rows_NS)
     optimizer.workers.exchange(received, rows_NS).wait()
@@ -118,12 +123,7 @@ def _mean(optimizer: Owner, rows_NS: Tensor) -> Tensor:
 def _spread(optimizer: Owner, columns: Columns) -> None:
     """Gives every worker the whole of what it holds for all owners."""
     family = optimizer.family
-    if isinstance(family, Drift):
-        full = {"moment": family.whole(family.m)}
-        if family.half:
-            full["master"] = family.whole(family.w)
-    else:
-        full = {"first": family.whole(family.a)}
+    full = _replicated(family)
     for name, rows in full.items():
         for target, own in zip(rows, columns[name], strict=True):
             optimizer.workers.gather(target, own).wait()

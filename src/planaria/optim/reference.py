@@ -37,6 +37,7 @@ class Rule:
     moved: bool = False
     outer_rate: float = 1.0
     outer_momentum: float = 0.3
+    half_wire: bool = True
 
 
 def adams(w: Tensor, g: Tensor, m: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -137,10 +138,12 @@ class Local:
         rule = self.rule
         g = torch.where(self.dense, mean(g), g)
         self.w, self.m = adams(self.w, g, self.m, rule)
-        delta = self.anchor - mean(self.w)
+        wire = torch.bfloat16 if rule.half_wire else torch.float32
+        delta = mean((self.anchor - self.w).to(wire).float())
         v = rule.outer_momentum * self.v + delta
-        new = self.anchor - rule.outer_rate * torch.add(delta, v, alpha=rule.outer_momentum)
+        move = rule.outer_rate * torch.add(delta, v, alpha=rule.outer_momentum)
+        new = self.anchor - move.to(wire).float()
         self.v = torch.where(sent, v, self.v)
         self.anchor = torch.where(sent, new, self.anchor)
         self.w = torch.where(sent, self.anchor, self.w)
-        self.m = torch.where(sent, mean(self.m), self.m)
+        self.m = torch.where(sent, mean(self.m.to(wire).float()).to(wire).float(), self.m)

@@ -196,7 +196,7 @@ def local_worker(rank: int, world: int, choices: dict[str, Any], steps: int) -> 
     ("world", "choices"),
     [
         *((world, {}) for world in (1, 2, 3, 4, 8)),
-        (3, {"cycle": "contiguous", "outer_momentum": 0.5}),
+        (3, {"cycle": "contiguous", "outer_momentum": 0.5, "wire": "float32"}),
     ],
 )
 def test_the_local_family_equals_the_reference_on_whole_tensors(
@@ -210,7 +210,11 @@ def test_the_local_family_equals_the_reference_on_whole_tensors(
     for part in coordinates(layout, dense=True):
         dense[part] = True
     everywhere = torch.ones(size, dtype=torch.bool)
-    rule = ref.Rule(lr=1e-2, outer_momentum=choices.get("outer_momentum", 0.3))
+    rule = ref.Rule(
+        lr=1e-2,
+        outer_momentum=choices.get("outer_momentum", 0.3),
+        half_wire=choices.get("wire") != "float32",
+    )
     slow = ref.Local(flat(parameters()), world, everywhere, rule)
     for step in range(steps):
         if step == 10:
