@@ -193,11 +193,13 @@ class Demo:
     """Folder of the two runs."""
     json: Path | None = None
     """Write the result here, too."""
+    steps: int = 40
+    """Optimizer steps of each run."""
 
     def main(self) -> int:
         from planaria import demo
 
-        return demo.show(out=self.out, json_file=self.json)
+        return demo.show(out=self.out, json_file=self.json, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

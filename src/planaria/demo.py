@@ -19,8 +19,8 @@ from planaria.runtime.summary import SUMMARY_FILE
 
 MODULE = "planaria.recipes.llm.train"
 PRELOAD = ("transformers", "torch.utils.tensorboard")
-_WORKERS, _SPARES, _STEPS = 4, 1, 40
-_FAULT = "kill:worker=2,step=20,phase=backward"
+_WORKERS, _SPARES, _FAULT_STEP = 4, 1, 20
+_FAULT = f"kill:worker=2,step={_FAULT_STEP},phase=backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,21 @@ class Comparison:
     """Training loss of the last step."""
 
 
-def show(*, out: Path, json_file: Path | None = None) -> int:
-    """Run both, print the table; 0 where nothing was lost, 1 where something was."""
+def show(*, out: Path, json_file: Path | None = None, steps: int = 40) -> int:
+    """Run both for ``steps`` steps, print the table; 0 where nothing was lost, 1 where something was.
+
+    Raises :class:`UserError` where ``steps`` end before the fault fires.
+    """
+    if steps <= _FAULT_STEP:
+        raise UserError(
+            f"steps is {steps}: give more than {_FAULT_STEP}, the step in which the worker is killed"
+        )
     calm, struck = out / "undisturbed", out / "killed"
-    recipe = dataclasses.replace(demo(out=calm, steps=_STEPS), cache=out / "cache")
+    recipe = dataclasses.replace(demo(out=calm, steps=steps), cache=out / "cache")
     prepare(recipe)
-    _say(f"1 of 2: {_STEPS} steps on {_WORKERS} workers, undisturbed")
+    _say(f"1 of 2: {steps} steps on {_WORKERS} workers, undisturbed")
     _train(recipe, faults=())
-    _say(f"2 of 2: the same, and a SIGKILL to worker 2 in the backward pass of step 20 ({_FAULT})")
+    _say(f"2 of 2: the same, with a SIGKILL in mid-step ({_FAULT})")
     _train(dataclasses.replace(recipe, out=struck), faults=(_FAULT,))
     result = compare(_summary(calm), _summary(struck))
     _table(result)
@@ -92,8 +99,8 @@ def compare(calm: dict[str, Any], struck: dict[str, Any]) -> Comparison:
             "each; see journal.jsonl"
         )
     return Comparison(
-        digests_equal=calm["state_digest"] == struck["state_digest"],
-        samples_equal=calm["samples_digest"] == struck["samples_digest"],
+        digests_equal=_equal(calm, struck, "state_digest"),
+        samples_equal=_equal(calm, struck, "samples_digest"),
         recovery_s={**swaps[0]["phases"], "total": swaps[0]["total"]},
         steps_redone=struck["steps_redone"],
         step_s=calm["step_s"],
@@ -101,6 +108,10 @@ def compare(calm: dict[str, Any], struck: dict[str, Any]) -> Comparison:
         samples_digest=(calm["samples_digest"], struck["samples_digest"]),
         loss=(calm["final"]["loss"], struck["final"]["loss"]),
     )
+
+
+def _equal(calm: dict[str, Any], struck: dict[str, Any], name: str) -> bool:
+    return calm[name] is not None and calm[name] == struck[name]
 
 
 def _table(result: Comparison) -> None:

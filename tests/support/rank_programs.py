@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from planaria.comm import Domain, GlooTransport, init_default, register
-from planaria.comm import buckets, pipelines
+from planaria.comm import Domain, GlooTransport, buckets, init_default, pipelines, register
 from planaria.errors import AttemptBroken, EpochSuperseded
 from tests.support.polled_kv import PolledKeyValue
 

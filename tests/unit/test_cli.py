@@ -105,6 +105,10 @@ LINES = [
         "token file nothere cannot be read: No such file or directory",
     ),
     (
+        ["demo", "--steps", "20"],
+        "steps is 20: give more than 20, the step in which the worker is killed",
+    ),
+    (
         ["train", "llm", "--model", "gpt9"],
         "model: 'gpt9' is unknown; choose one of gpt2-tiny, gpt2-small, gpt2-medium, llama-tiny, "
         "llama-demo, llama-1m, llama-30m, llama-500m, llama-1.8b",

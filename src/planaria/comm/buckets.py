@@ -24,6 +24,7 @@ def order(ddp: DistributedDataParallel) -> Order:
 
     Source: DDP's own log of its re-cut (``rebuilt_per_bucket_param_indices``, torch 2.13).
     """
+    assert ddp.logger is not None
     ddp.logger.set_runtime_stats_and_log()  # it lags by an iteration otherwise
     data = ddp._get_ddp_logging_data()
     text = str(data.get("rebuilt_per_bucket_param_indices", ""))

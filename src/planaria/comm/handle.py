@@ -9,12 +9,28 @@ Source: our choice (decisions 1 to 5 of the design). Shapes are those of ``torch
 
 from __future__ import annotations
 
+# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleVariableOverride=false
+# c10d calls these methods by position, and its stubs name the parameters otherwise from release to
+# release.
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 from torch.futures import Future
 
 from planaria.comm.domain import Domain, Mode
@@ -124,7 +140,7 @@ class RebuildableGroup(dist.ProcessGroup):
     """A group of the domain; ``inner`` is None between ``drop`` and ``fill``, and in a solo build."""
 
     def __init__(self, domain: Domain, *, name: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._domain = domain
         self._name = name
         self._my_rank = rank
@@ -266,31 +282,31 @@ class RebuildableGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, **kwargs: Any) -> HandleWork:
         tensors = _as_list(tensors)
-        if not isinstance(opts, dist.AllreduceOptions):
-            opts = _options(dist.AllreduceOptions, reduceOp=opts, **kwargs)
+        if not isinstance(opts, AllreduceOptions):
+            opts = _options(AllreduceOptions, reduceOp=opts, **kwargs)
         return self._run(lambda g: g.allreduce(tensors, opts), tensors, _nothing)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.AllreduceCoalescedOptions()
+        opts = opts or AllreduceCoalescedOptions()
         return self._run(lambda g: g.allreduce_coalesced(tensors, opts), tensors, _nothing)
 
     def broadcast(self, tensors: Any, opts: Any = None, **kwargs: Any) -> HandleWork:
         tensors = _as_list(tensors)
-        if not isinstance(opts, dist.BroadcastOptions):
-            opts = _options(dist.BroadcastOptions, rootRank=opts, **kwargs)
+        if not isinstance(opts, BroadcastOptions):
+            opts = _options(BroadcastOptions, rootRank=opts, **kwargs)
         return self._run(lambda g: g.broadcast(tensors, opts), tensors, _nothing)
 
     def reduce(self, tensors: Any, opts: Any = None) -> HandleWork:
         tensors = _as_list(tensors)
-        opts = opts or dist.ReduceOptions()
+        opts = opts or ReduceOptions()
         return self._run(lambda g: g.reduce(tensors, opts), tensors, _nothing)
 
     def barrier(self, opts: Any = None) -> HandleWork:
-        opts = opts or dist.BarrierOptions()
+        opts = opts or BarrierOptions()
         return self._run(lambda g: g.barrier(opts), [], _nothing)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
 
         def alone() -> None:
             for gathered, own in zip(outputs, inputs, strict=True):
@@ -301,7 +317,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self._run(lambda g: g.allgather(outputs, inputs, opts), flat, alone)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
 
         def alone() -> None:
             for gathered in outputs:
@@ -312,7 +328,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self._run(lambda g: g.allgather_coalesced(outputs, inputs, opts), flat, alone)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
 
         def alone() -> None:
             output.view(self._my_size, -1).copy_(input.reshape(1, -1).expand(self._my_size, -1))
@@ -336,7 +352,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or ReduceScatterOptions()
 
         def alone() -> None:
             for slot, parts in zip(outputs, inputs, strict=True):
@@ -345,7 +361,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self._run(lambda g: g.reduce_scatter(outputs, inputs, opts), list(outputs), alone)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or ReduceScatterOptions()
 
         def alone() -> None:
             output.view(-1).copy_(input.reshape(self._my_size, -1)[self._my_rank])
@@ -375,7 +391,7 @@ class RebuildableGroup(dist.ProcessGroup):
         input_split_sizes: Any = None,
         opts: Any = None,
     ) -> HandleWork:
-        opts = opts or dist.AllToAllOptions()
+        opts = opts or AllToAllOptions()
         out_splits, in_splits = list(output_split_sizes or []), list(input_split_sizes or [])
 
         def alone() -> None:
@@ -394,7 +410,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self.all_to_all_single(output, input, out_splits, in_splits, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.AllToAllOptions()
+        opts = opts or AllToAllOptions()
 
         def alone() -> None:
             for slot, own in zip(outputs, inputs, strict=True):
@@ -404,7 +420,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self._run(lambda g: g.alltoall(outputs, inputs, opts), list(outputs), alone)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.GatherOptions()
+        opts = opts or GatherOptions()
 
         def alone() -> None:
             for gathered, own in zip(outputs, inputs, strict=False):
@@ -415,7 +431,7 @@ class RebuildableGroup(dist.ProcessGroup):
         return self._run(lambda g: g.gather(outputs, inputs, opts), flat, alone)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> HandleWork:
-        opts = opts or dist.ScatterOptions()
+        opts = opts or ScatterOptions()
 
         def alone() -> None:
             for slot, parts in zip(outputs, inputs, strict=False):

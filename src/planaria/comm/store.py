@@ -68,8 +68,8 @@ class EpochStore(dist.Store):
     def check(self, keys: Sequence[str]) -> bool:
         return self._kv.has(self._epoch, list(keys))
 
-    def add(self, key: str, amount: int) -> int:
-        return self._kv.add(self._epoch, key, amount)
+    def add(self, key: str, value: int) -> int:
+        return self._kv.add(self._epoch, key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._kv.get_many(self._epoch, list(keys), self._seconds)

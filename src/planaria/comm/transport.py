@@ -65,7 +65,7 @@ class GlooTransport:
         self._peers = frozenset(found - {self._listener})
 
     def make(self, store: dist.Store, *, rank: int, size: int, timeout: float) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout)
         options._threads = 2

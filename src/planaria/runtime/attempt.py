@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from planaria.runtime.run import Run
 
 
-class SkippedStep(PlanariaError):
+class SkippedStepError(PlanariaError):
     """The loss is not finite and the run was told to skip such steps; swallowed by the attempt."""
 
 
@@ -56,7 +56,7 @@ class Attempt:
     ) -> bool:
         if error is not None and not isinstance(error, Exception):
             return False
-        if isinstance(error, SkippedStep):
+        if isinstance(error, SkippedStepError):
             self.skipped = True
             error = None
         try:
@@ -114,7 +114,7 @@ class Attempt:
             return
         bad = [shard for shard, good in enumerate(verdicts) if not good]
         if run.on_nonfinite == "skip":
-            raise SkippedStep(f"step {self.step} was skipped: not finite on shards {bad}")
+            raise SkippedStepError(f"step {self.step} was skipped: not finite on shards {bad}")
         mine = f"; here it is {values}, from samples {_short(self._samples)}" if not own else ""
         raise NonFiniteLoss(
             f"the loss of step {self.step} is not finite on shard{'s' if len(bad) > 1 else ''} "

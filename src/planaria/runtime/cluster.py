@@ -434,7 +434,8 @@ class Cluster:
                 process.unsent = process.unsent or process.captured[-1:]
                 self.tokens += [("send", process.name, process.epoch)] * len(process.unsent)
         elif isinstance(message, AllCommitted) and message.generation == self.config.until:
-            self._later("finished", process)
+            if process.shard is not None:  # else a spare that keeps the copy
+                self._later("finished", process)
 
 
 _TOKENS: dict[str, Callable[[Cluster, _Process], AnyEvent | None]] = {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from planaria.comm import Domain, GlooTransport, init_default, register
 from planaria.comm.domain import Mode
-from planaria.errors import AttemptBroken, CommError, UserError
+from planaria.errors import AttemptBroken, CommError, EpochSuperseded, UserError
 from planaria.runtime import durable, hooks
 from planaria.runtime.inject import Injector
 from planaria.runtime.member import Whereabouts
@@ -32,12 +32,13 @@ from planaria.runtime.messages import (
     Hold,
     Plan,
     Progress,
+    Released,
     SaveDurable,
     Scalar,
     Stop,
 )
 from planaria.runtime.parts import Parts
-from planaria.runtime.protection import Protection
+from planaria.runtime.protection import Protection, begin_epoch
 from planaria.runtime.recovery import BuildAgain, Clock, Recovery, ddp_modules
 from planaria.runtime.seat import Seat
 from planaria.runtime.tally import SAMPLES, Tally
@@ -66,6 +67,8 @@ class Engine:
         """An optimizer has begun to change that state."""
         self.started = False
         """The first plan was carried out: there are captures to go back to."""
+        self.finished = False
+        """This shard has said that it has finished; the end of the run is awaited."""
         self.attempting = 0
         self.shard = -1
         self.world = context.member.welcome.world
@@ -73,6 +76,7 @@ class Engine:
         """Seconds that the training thread waited for protection in the running attempt."""
         self.waiting = 0.0
         """The same, before it."""
+        self.on_swap: list[Callable[[], None]] = []
         self._build = build
         self._broke_at = 0.0
         self._saved_at = -1
@@ -97,7 +101,8 @@ class Engine:
         member.whereabouts = self._whereabouts
         member.on(Assign, self.seat.assigned)
         member.on(Break, self._on_break)
-        member.on(Plan, self.seat.planned)
+        member.on(Plan, self._on_plan)
+        member.on(Released, self._on_released)
         member.on(AllCommitted, self._on_committed)
         member.on(Hold, self._on_hold)
         member.on(SaveDurable, self.seat.asked_to_save)
@@ -128,9 +133,20 @@ class Engine:
             daemon=True,
         ).start()
 
-    def _on_committed(self, message: AllCommitted) -> None:
+    def _on_plan(self, message: Plan) -> None:
+        if self.seat.assignment is None and message.generation is not None:
+            # A spare that keeps the copy, in a world of one; it carries nothing out.
+            begin_epoch(self.context.data, message)
+            return
+        self.seat.planned(message)
+
+    def _on_released(self, message: Released) -> None:
         if hasattr(self, "protection"):
-            self.protection.announce(message.generation)
+            self.protection.release()
+
+    def _on_committed(self, message: AllCommitted) -> None:
+        self.context.data.buffers.announce(message.generation)
+        self.context.data.held.announce(message.generation)
         self.seat.all_committed(message)
 
     def _on_hold(self, message: Hold) -> None:
@@ -139,7 +155,7 @@ class Engine:
 
     def _on_stop(self, message: Stop) -> None:
         self.seat.stopped(message)
-        if message.exit_code != 0:
+        if not self.finished:
             self._leave_collectives(message.reason)
 
     def _on_gone(self, reason: str) -> None:
@@ -312,6 +328,11 @@ class Engine:
         asked = wanted is not None and self.generation == wanted.at
         if (due or asked) and self.generation > self._saved_at:
             self.save()
+        if wanted is not None and asked and wanted.then_stop:
+            self.durable.wait()
+            if self.seat.wait_end(self.domain.epoch) is None:
+                raise EpochSuperseded("a worker was lost while the last checkpoint was published")
+            self.seat.check()
 
     def commit(self, step: int, *, seconds: float) -> None:
         """The attempt of ``step`` has succeeded here: its state is generation ``step``."""
@@ -370,6 +391,8 @@ class Engine:
         clock.lap("drain")
         plan = self.recovery.settle(clock=clock)
         self._broke_at = 0.0
+        for callback in self.on_swap:
+            callback()
         return plan
 
     def ddp_modules(self) -> dict[str, Any]:

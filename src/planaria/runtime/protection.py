@@ -79,11 +79,6 @@ class Protection:
         """Before anything changes parameters or optimizer state; the seconds waited."""
         return self._capture.wait_copied()
 
-    def announce(self, generation: int) -> None:
-        """``generation`` is committed for all. Control thread."""
-        self._data.buffers.announce(generation)
-        self._data.held.announce(generation)
-
     def _acknowledged(self, epoch: int, generation: int, nbytes: int) -> None:
         """The holder has it. Sending thread."""
         if self._on_event is not None:
@@ -131,12 +126,20 @@ class Protection:
         return tuple(ReplicaSet(shards=shards, bytes=n) for shards, n in sorted(sizes.items()))
 
     def enter(self, plan: Plan) -> None:
-        """A new epoch goes on from the plan's generation: newer captures and copies are void."""
-        assert plan.generation is not None
+        """A new epoch goes on from the plan's generation; what else is stored is void.
+
+        Before the collective that verifies the swap: a peer that is through with it may already
+        send new generations.
+        """
         self._plan = plan
-        self._data.set_epoch(plan.epoch)
-        self._data.buffers.void_after(plan.generation)
-        self._data.held.void_after(plan.generation)
+        begin_epoch(self._data, plan)
+
+    def release(self) -> None:
+        """The swap is over: copies of shards that others hold now are no source any more."""
+        plan = self._plan
+        if plan is not None:
+            mine = [s for s, worker in plan.holders.items() if worker == self._member.worker]
+            self._data.held.keep(mine)
 
     def forget(self) -> None:
         """All captures and copies are void: the run goes on from the disk."""
@@ -194,3 +197,13 @@ class Protection:
     def close(self) -> None:
         self._capture.close()
         self._pusher.close()
+
+
+def begin_epoch(data: DataServer, plan: Plan) -> None:
+    """What a worker stores, its own and for others, after ``plan``; also for a spare that holds."""
+    assert plan.generation is not None
+    committed = -1 if plan.committed is None else plan.committed
+    keep = {plan.generation, committed}
+    data.set_epoch(plan.epoch)
+    data.buffers.begin_epoch(keep=keep, committed=committed)
+    data.held.begin_epoch(keep=keep, committed=committed)

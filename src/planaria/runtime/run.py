@@ -227,6 +227,15 @@ class Run:
         finally:
             engine.member.send(Progress(epoch=epoch, step=engine.attempting, phase="step"))
 
+    def on_swap(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on this worker after each swap, before training goes on.
+
+        For objects outside the parts that have spoken to peers once and would not again, such as a
+        pipeline schedule: ``run.on_swap(lambda: planaria.comm.pipelines.begin_anew(schedule))``.
+        """
+        if self._engine is not None:
+            self._engine.on_swap.append(callback)
+
     def final(self, duty: Callable[[], T], **result: float) -> T:
         """Do what is left after the last step (evaluation, export), protected, and end the run.
 
@@ -361,6 +370,7 @@ class Run:
         assert engine.generation is not None
         epoch = engine.domain.epoch
         engine.seat.wait_committed(engine.generation, epoch)
+        engine.finished = True
         engine.member.send(
             Finished(
                 epoch=epoch,
@@ -371,7 +381,9 @@ class Run:
                 result=self._result,
             )
         )
-        return engine.seat.wait_end(epoch) is not None
+        over = engine.seat.wait_end(epoch) is not None
+        engine.finished = over
+        return over
 
 
 def module_of(run: Run, name: str = "model") -> nn.Module:

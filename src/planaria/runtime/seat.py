@@ -15,7 +15,9 @@ from planaria.runtime.messages import AllCommitted, Assign, Break, Plan, SaveDur
 
 
 class Seat:
-    """Thread-safe; every wait ends when the run does, by :class:`RunError` with the reason."""
+    """Thread-safe; every wait of the training thread ends when the run does: by :class:`RunError`
+    with the reason, or by ``SystemExit`` where it was ended on purpose (exit code 0).
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -118,12 +120,16 @@ class Seat:
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         with self._changed:
-            done = self._changed.wait_for(lambda: ready() or self._over(), timeout)
-            if self.stop is not None and self.stop.exit_code != 0:
-                raise RunError(self.stop.reason)
-            return done and (ready() or self._over())
+            self._changed.wait_for(lambda: ready() or self._over(), timeout)
+            if ready() and not (self.stop is not None and self.stop.exit_code != 0):
+                return True
+            self.check()
+            return ready()
 
     def check(self) -> None:
-        """Raises :class:`RunError` where the run was ended with an error."""
-        if self.stop is not None and self.stop.exit_code != 0:
+        """Raises where the run is over: RunError with its reason, or SystemExit where all is well."""
+        if self.stop is None:
+            return
+        if self.stop.exit_code != 0:
             raise RunError(self.stop.reason)
+        raise SystemExit(0)

@@ -141,10 +141,24 @@ class _Pairs:
             self._changed.notify_all()
 
     def void_after(self, generation: int) -> None:
-        """Drop all generations newer than ``generation``: a new epoch goes on from there."""
+        """Drop all generations newer than ``generation``."""
+        self._void(lambda kept: kept > generation)
+
+    def begin_epoch(self, *, keep: Iterable[int], committed: int) -> None:
+        """A plan was made: drop all but the generations in ``keep``, and go on from ``committed``.
+
+        What the plan does not go on from will never be committed, so it would hold its slot for
+        ever; and a plan may start below what was announced before (from the disk).
+        """
+        kept_ones = set(keep)
+        with self._changed:
+            self._announced = committed
+        self._void(lambda kept: kept not in kept_ones)
+
+    def _void(self, over: Callable[[int], bool]) -> None:
         with self._changed:
             for slot in self._slots():
-                if slot.generation is not None and slot.generation > generation:
+                if slot.generation is not None and over(slot.generation):
                     self._drop(slot)
             self._changed.notify_all()
 

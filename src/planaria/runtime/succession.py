@@ -422,10 +422,15 @@ def announce(state: State, generation: int) -> Transition:
         protected=bool(state.holders),
         tally=Map(later),
     )
+    told = AllCommitted(epoch=state.epoch, generation=generation)
+    owners = set(state.owners.values()) if state.config.world == 1 else set[Worker]()
+    keepers = [w for w in state.holders.values() if w not in owners] if owners else []
     return Transition(
         state,
         (
-            Broadcast(message=AllCommitted(epoch=state.epoch, generation=generation)),
+            Broadcast(message=told),
+            # In a world of one the copy is kept by a spare, whose slots follow the same rule.
+            *(Send(worker=keeper, message=told) for keeper in keepers),
             Record(name="committed", fields={"epoch": state.epoch, "generation": generation}),
         ),
         f"generation {generation} is committed for all shards",

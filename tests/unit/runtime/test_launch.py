@@ -377,3 +377,21 @@ def test_a_spare_joins_a_living_run(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["injected"] == 1
     assert [swap["lost"] for swap in summary["swaps"]] == [[1]]
+
+
+def test_a_killed_coordinator_is_started_again(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out = tmp_path / "out"
+    child = started(
+        *("run", "--workers", "2", "--out", str(out), write(tmp_path, LOOP), "120"),
+    )
+    until(lambda: (out / "journal.jsonl").exists() and len(events(out, "all_committed")) > 3)
+    first = json.loads((out / "coordinator.json").read_text())["pid"]
+    os.kill(first, signal.SIGKILL)
+    said, _ = child.communicate(timeout=90)
+    assert child.returncode == 0, said
+    assert "the coordinator ended with killed by SIGKILL and was started again" in said
+    assert [e.get("resumed", False) for e in events(out, "opened")] == [False, True]
+    assert events(out, "all_committed")[-1]["generation"] == 120
+    assert of_run(out) == []
