@@ -83,13 +83,59 @@ def timed(action: Any, times: int) -> tuple[float, float]:
     return statistics.median(seconds[1:]), statistics.mean(sent[1:])
 
 
-def optimizer_of(method: str, params: Any) -> Any:
-    from planaria.optim import AdamS, Scape, Sharded
+def setup(
+    method: str, model: Any, *, lr: float, clip: float | None = None, dense_steps: int = 0
+) -> tuple[Any, Any]:
+    """The module to call and the optimizer of a method, as ``family-density/key=value/...``.
 
-    if method == "adams":
-        return Sharded(AdamS, params, lr=1e-3)
-    unsent, _, density = method.partition("-")
-    return Scape(params, lr=1e-3, density=float(density), unsent=unsent, check_every=0)
+    Families: adamw and adams (dense, sharded), frozen, moved and local (Scape), topk, demo, steps
+    (local steps), powersgd. Further keys are keywords of Scape.
+    """
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from planaria.optim import AdamS, Scape, Sharded, param_groups, peers
+
+    name, *choices = method.split("/")
+    family, _, share = name.partition("-")
+    density = float(share or 1)
+    groups = param_groups(model, dense_embeddings=False)
+    if family == "adams":
+        for group in groups:
+            del group["dense"]
+        return model, Sharded(AdamS, groups, lr=lr, max_norm=clip)
+    if family == "adamw":
+        for group in groups:
+            del group["dense"]
+        return model, Sharded(torch.optim.AdamW, groups, lr=lr, betas=(0.9, 0.95), max_norm=clip)
+    if family in ("frozen", "moved", "local"):
+        options: dict[str, Any] = {"dense_steps": dense_steps}
+        for choice in choices:
+            key, _, value = choice.partition("=")
+            try:
+                options[key] = json.loads(value)
+            except json.JSONDecodeError:
+                options[key] = value
+        return model, Scape(
+            groups,
+            lr=lr,
+            density=density,
+            unsent=family,
+            max_norm=clip,
+            check_every=0,
+            **options,
+        )
+    if family == "powersgd":
+        ddp = DistributedDataParallel(model)
+        shapes = [p.shape for p in model.parameters()]
+        state = peers.powersgd(shapes, density=density, dense_steps=dense_steps)
+        ddp.register_comm_hook(state, powerSGD_hook)
+        return ddp, AdamS(groups, lr=lr)
+    classes = {"topk": peers.TopK, "demo": peers.DemoLike, "steps": peers.LocalSteps}
+    if family not in classes:
+        raise SystemExit(f"method {method} is unknown; see the families in {setup.__name__}()")
+    return model, classes[family](groups, lr=lr, density=density)
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
@@ -131,11 +177,11 @@ def work(rank: int, args: argparse.Namespace) -> None:
     state = {k: v.clone() for k, v in model.state_dict().items()}
     for method in args.methods:
         model.load_state_dict(state)
-        optimizer = optimizer_of(method, model.parameters())
+        module, optimizer = setup(method, model, lr=1e-3)
 
-        def step(optimizer: Any = optimizer) -> None:
+        def step(module: Any = module, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
-            model(x).square().mean().backward()
+            module(x).square().mean().backward()
             optimizer.step()
 
         seconds, sent = timed(step, args.steps)
@@ -182,6 +228,7 @@ def measure(mbit: float, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Measured and predicted step times as a Markdown table."""
+    from planaria.optim.plan_comm import METHODS as PLANNED
     from planaria.optim.plan_comm import Job, Link, seconds
 
     lines = [
@@ -191,7 +238,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for mbit in sorted({row["mbit"] for row in rows}):
         mine = {row["kind"]: row for row in rows if row["mbit"] == mbit}
         compute, base = mine["compute"]["seconds"], mine.get("adams")
-        for kind in (k for k in mine if k in METHODS):
+        for kind in (k for k in mine if k not in ("exchange", "gather", "compute")):
             row = mine[kind]
             method, _, density = kind.partition("-")
             job = Job(
@@ -200,8 +247,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
                 compute=compute,
                 dense_params=row["vectors"],
             )
-            name = "dense" if method == "adams" else method
-            guess = seconds(job, Link(mbit=mbit or 20000.0), name, float(density or 1))
+            name = "dense" if method in ("adams", "adamw") else method
+            guess = float("nan")
+            if name in PLANNED:
+                guess = seconds(job, Link(mbit=mbit or 20000.0), name, float(density or 1))
             gain = f"{base['seconds'] / row['seconds']:.2f}" if base else "–"
             less = f"{base['bytes'] / row['bytes']:.1f}" if base else "–"
             lines.append(
