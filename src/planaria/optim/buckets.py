@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from planaria.errors import CommError
 from planaria.optim import checks
-from planaria.optim.collectives import Pending, Workers, mean_rows
+from planaria.optim.collectives import Done, Pending, Workers, mean_rows
 from planaria.optim.layout import Layout, Slot, pack, unpack
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -183,6 +183,9 @@ class Buckets:
         works: list[tuple[Tensor, Pending]] = []
         for b in chosen:
             scratch, dtype = self.sent[b], self.layout.buckets[b].dtype
+            if self.workers.size == 1:
+                works.append((rows[b].unsqueeze(0), Done()))
+                continue
             whole = scratch if scratch.dtype == dtype else torch.empty_like(scratch, dtype=dtype)
             works.append((whole, self.workers.gather(whole, rows[b].to(dtype))))
         for b, (whole, work) in zip(chosen, works, strict=True):

@@ -270,7 +270,7 @@ class Frozen:
     def _score(self, grad_V: Tensor | None) -> Tensor:
         if grad_V is not None:
             return grad_V
-        score = torch.cat([a_b[self.workers.rank] for a_b in self.whole(self.a)]).abs()
+        score = torch.cat([a_b[self.workers.rank] for a_b in self.whole(self.a)]).abs_()
         if self.options.statistic == "aged":
             score.mul_((self.tau + 1).to(score.dtype).sqrt())
         return score
@@ -293,6 +293,10 @@ class Frozen:
         chosen = torch.cat(
             [begin + masks.largest(score[begin:end], count) for begin, end, count in self.segments]
         )
+        if self.workers.size == 1:
+            self.mask.copy_(chosen)
+            self._addresses = None
+            return
         code = masks.encode(chosen, width=self.sparse_wide, code=self.code)
         self._coming = self.workers.gather(self._codes, code)
 
