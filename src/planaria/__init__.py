@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from planaria.errors import PlanariaError
     from planaria.runtime.attempt import Attempt
     from planaria.runtime.batches import Batches
-    from planaria.runtime.parts import replicated
+    from planaria.runtime.memory.parts import replicated
     from planaria.runtime.run import Run, Shard, join
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ _HOMES = {
     "Run": "planaria.runtime.run",
     "Shard": "planaria.runtime.run",
     "join": "planaria.runtime.run",
-    "replicated": "planaria.runtime.parts",
+    "replicated": "planaria.runtime.memory.parts",
 }
 
 

@@ -79,8 +79,8 @@ class Run:
     """Module to import once, before workers are forked; may be given several times."""
 
     def main(self, script: str, arguments: tuple[str, ...]) -> int:
-        from planaria.runtime.config import LaunchConfig
-        from planaria.runtime.launch import launch
+        from planaria.runtime.launch.config import LaunchConfig
+        from planaria.runtime.launch.launcher import launch
 
         return launch(
             LaunchConfig(
@@ -125,8 +125,8 @@ class Join:
     """Show errors only."""
 
     def main(self, script: str, arguments: tuple[str, ...]) -> int:
-        from planaria.runtime.config import JoinConfig, contact
-        from planaria.runtime.launch import join
+        from planaria.runtime.launch.config import JoinConfig, contact
+        from planaria.runtime.launch.launcher import join
 
         address, token = contact(self.target, self.token_file)
         values = _fields(self, leave_out=("target", "token_file"))
@@ -145,8 +145,8 @@ class TrainLlm:
     def main(self) -> int:
         from planaria.demo import MODULE, PRELOAD
         from planaria.recipes.llm import prepare
-        from planaria.runtime.config import for_recipe
-        from planaria.runtime.launch import launch
+        from planaria.runtime.launch.config import for_recipe
+        from planaria.runtime.launch.launcher import launch
 
         fields = _fields(self.launching)
         config = for_recipe(self.recipe, module=MODULE, preload=PRELOAD, **fields)
@@ -167,7 +167,7 @@ class Status:
     """Print JSON instead of a table."""
 
     def main(self) -> int:
-        from planaria.runtime import status
+        from planaria.runtime.coordinator import status
 
         return status.show(self.target, token_file=self.token_file, as_json=self.json)
 
@@ -180,7 +180,7 @@ class Doctor:
     """Print JSON instead of a table."""
 
     def main(self) -> int:
-        from planaria.runtime import doctor
+        from planaria.runtime.launch import doctor
 
         return doctor.show(as_json=self.json)
 

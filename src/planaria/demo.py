@@ -12,10 +12,10 @@ from typing import Any
 
 from planaria.errors import RunError, UserError
 from planaria.recipes.llm import LlmConfig, demo, prepare
-from planaria.runtime.config import for_recipe
-from planaria.runtime.journal import JOURNAL_FILE
-from planaria.runtime.launch import launch
-from planaria.runtime.summary import SUMMARY_FILE
+from planaria.runtime.coordinator.journal import JOURNAL_FILE
+from planaria.runtime.coordinator.summary import SUMMARY_FILE
+from planaria.runtime.launch.config import for_recipe
+from planaria.runtime.launch.launcher import launch
 
 MODULE = "planaria.recipes.llm.train"
 PRELOAD = ("transformers", "torch.utils.tensorboard")

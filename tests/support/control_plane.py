@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
-from planaria.runtime import control, journal
-from planaria.runtime.member import Member
+from planaria.runtime.control import protocol as control
+from planaria.runtime.control.member import Member
+from planaria.runtime.coordinator import journal
 
 TOKEN = "a-token-of-the-tests-0123456789"
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planaria.runtime.events import (
+from planaria.runtime.membership.events import (
     Attached,
     BecameReady,
     Broadcast,
@@ -13,9 +13,9 @@ from planaria.runtime.events import (
     RestoredBy,
     Send,
 )
-from planaria.runtime.membership import recipients, step
+from planaria.runtime.membership.rules import recipients, step
+from planaria.runtime.membership.state import MembershipConfig, State
 from planaria.runtime.messages import Committed, Durable, Finished, Report, Restored
-from planaria.runtime.state import MembershipConfig, State
 
 
 class Run:

@@ -136,6 +136,18 @@ class Domain:
             if self._resting.wait(0.05):
                 return
 
+    def enter(self) -> None:
+        """A collective was launched. Training thread, and autograd's."""
+        with self._lock:
+            self.entered += 1
+            self.outstanding += 1
+
+    def leave(self, epoch: int) -> None:
+        """A collective of ``epoch`` has ended. Any thread."""
+        with self._lock:
+            if epoch == self.epoch:
+                self.outstanding -= 1
+
     def rest(self) -> None:
         """The training thread has left every collective."""
         self._resting.set()

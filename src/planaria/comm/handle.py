@@ -13,7 +13,7 @@ from __future__ import annotations
 # pyright: reportIncompatibleVariableOverride=false
 # c10d calls these methods by position, and its stubs name the parameters otherwise from release to
 # release.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import (
 from torch.futures import Future
 
 from planaria.comm.domain import Domain, Mode
+from planaria.comm.work import HandleWork, WaitedWork, first_line, last
 from planaria.errors import CommError, EpochSuperseded, UserError
 
 BACKEND = "planaria"
@@ -61,79 +62,6 @@ def _is_communicator_error(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _COMMUNICATOR_WORDS)
-
-
-class HandleWork(dist.Work):
-    """The pending result of one operation on a handle.
-
-    It never fails: where the communicator does, the worker is broken and the result is whatever is in
-    the buffers; the attempt is left at its next boundary. ``wait`` raises ``AttemptBroken`` only where
-    that is safe (see :meth:`Domain.may_complete`).
-    """
-
-    def __init__(self, domain: Domain, future: Future[Any]) -> None:
-        super().__init__()
-        self._domain = domain
-        self._future = future
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._finish()
-        if self._domain.mode is Mode.BROKEN and not self._domain.may_complete():
-            self._domain.check()
-        return True
-
-    def _finish(self) -> None:
-        self._future.wait()
-
-    def get_future(self) -> Future[Any]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        return self._future.done()
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> Any:
-        self._finish()
-        return self._future.value()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-
-class WaitedWork(HandleWork):
-    """For inner works without a future, which end only in ``wait``: gloo's send, recv, reduce-scatter."""
-
-    def __init__(self, domain: Domain, outputs: list[torch.Tensor], work: Any, epoch: int) -> None:
-        super().__init__(domain, Future())
-        self._outputs = outputs
-        self._work = work
-        self._epoch = epoch
-
-    def _finish(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            self._future.wait()
-            return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._domain.fail(self._epoch, f"{type(error).__name__}: {_first_line(error)}")
-        self._domain.outstanding -= 1
-        self._future.set_result(self._outputs)
-
-    def get_future(self) -> Future[Any]:
-        self._finish()
-        return self._future
-
-    def is_completed(self) -> bool:
-        if self._work is not None and self._work.is_completed():
-            self._finish()
-        return self._future.done()
 
 
 class RebuildableGroup(dist.ProcessGroup):
@@ -236,10 +164,9 @@ class RebuildableGroup(dist.ProcessGroup):
         except (RuntimeError, CommError) as error:
             if domain.mode is Mode.LIVE and not _is_communicator_error(error):
                 raise
-            domain.fail(epoch, f"{type(error).__name__}: {_first_line(error)}")
+            domain.fail(epoch, f"{type(error).__name__}: {first_line(error)}")
             return self._alone(outputs, alone)
-        domain.entered += 1
-        domain.outstanding += 1
+        domain.enter()
         try:
             inner_future = work.get_future()
         except RuntimeError:  # "Work::getFuture not implemented."
@@ -254,8 +181,8 @@ class RebuildableGroup(dist.ProcessGroup):
             try:
                 done.value()
             except Exception as error:
-                domain.fail(epoch, f"{type(error).__name__}: {_first_line(error)}")
-            domain.outstanding -= 1
+                domain.fail(epoch, f"{type(error).__name__}: {first_line(error)}")
+            domain.leave(epoch)
             future.set_result(outputs)
 
         inner_future.add_done_callback(finish)
@@ -342,7 +269,7 @@ class RebuildableGroup(dist.ProcessGroup):
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> HandleWork:
         """Python's gloo group lacks this operation, which DTensor needs: one gather per tensor."""
-        return _last(
+        return last(
             [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
 
@@ -374,7 +301,7 @@ class RebuildableGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> HandleWork:
-        return _last(
+        return last(
             [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
 
@@ -470,20 +397,6 @@ def _options(kind: Any, **values: Any) -> Any:
     return options
 
 
-def _last(works: Sequence[HandleWork]) -> HandleWork:
-    """One work for several that were launched in order on one group, which also end in order."""
-    if not works:
-        raise CommError("a coalesced operation was called without tensors; pass at least one")
-    futures = [work.get_future() for work in works]
-    collected: Future[Any] = torch.futures.collect_all(futures)
-    return HandleWork(works[-1]._domain, collected)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else "no message"
-
-
 def register(domain: Domain) -> None:
     """Make ``init_process_group("planaria")`` and each later ``new_group`` give handles of ``domain``.
 
@@ -503,8 +416,8 @@ def register(domain: Domain) -> None:
             except EpochSuperseded:
                 raise
             except RuntimeError as error:
-                domain.fail(domain.epoch, _first_line(error))
-                raise CommError(f"group {name} could not be made: {_first_line(error)}") from error
+                domain.fail(domain.epoch, first_line(error))
+                raise CommError(f"group {name} could not be made: {first_line(error)}") from error
         return handle
 
     devices = list(domain.transport.device_types)

@@ -1,0 +1,1 @@
+"""Training that survives lost workers: see docs/design/runtime.md for the map."""

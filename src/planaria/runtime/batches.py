@@ -8,8 +8,12 @@ they have prefetched, goes on untouched; only a new owner, or a resumed run, pos
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from planaria.errors import DataError, UserError
@@ -23,14 +27,14 @@ class Batches(Generic[T]):
     Args:
         loader: something that is iterated anew for each epoch and has ``state_dict`` and
             ``load_state_dict``, as ``torchdata.stateful_dataloader.StatefulDataLoader`` has. Its
-            worker processes must not be forked from this process, which has threads: give it
-            ``multiprocessing_context="forkserver"``.
+            worker processes must not be forked from this process, which has threads and sockets:
+            give it ``multiprocessing_context="forkserver"``. They end when this process does.
         set_epoch: called with the epoch's number before each (``sampler.set_epoch``).
         keep: how many batches are kept for giving back. At least what ``max_redo`` attempts take:
             a longer way back still works, by positioning the loader anew.
 
     Raises:
-        UserError: a loader without state.
+        UserError: a loader without state, or one whose workers are forked.
         DataError: an epoch without a single batch.
 
     >>> from torchdata.stateful_dataloader import StatefulDataLoader
@@ -50,6 +54,8 @@ class Batches(Generic[T]):
                     "StatefulDataLoader, or make the batch a function of attempt.step and shard"
                 )
         self._loader = cast(Any, loader)
+        if getattr(loader, "num_workers", 0):
+            _tie(self._loader)
         self._set_epoch = set_epoch
         self._iterator: Iterator[T] | None = None
         self._epoch = 0
@@ -111,3 +117,40 @@ class Batches(Generic[T]):
         self._iterator = None
         if self._state is not None:
             self._loader.load_state_dict(copy.deepcopy(self._state))
+
+
+def _tie(loader: Any) -> None:
+    """Have the loader's worker processes end with this one; raises where they are forked."""
+    context = loader.multiprocessing_context or multiprocessing.get_context()
+    if context.get_start_method() == "fork":
+        raise UserError(
+            f"Batches got a {type(loader).__name__} whose {loader.num_workers} worker processes are "
+            "forked from a process with threads, may hang, and keep its connections open after it "
+            'has died: give the loader multiprocessing_context="forkserver"'
+        )
+    loader.worker_init_fn = _Tied(loader.worker_init_fn)
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """A ``worker_init_fn`` that ends its process as soon as the one that owns the loader is gone.
+
+    The parent of a loader's worker is the fork server, which lives as long as any of its children:
+    without this they would keep each other alive for ever. Picklable.
+    """
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        owner = multiprocessing.parent_process()
+        if owner is not None:
+            threading.Thread(
+                target=_end_with, args=(owner,), name="planaria-tied", daemon=True
+            ).start()
+        if self.then is not None:
+            self.then(number)
+
+
+def _end_with(owner: Any) -> None:
+    owner.join()
+    os._exit(1)

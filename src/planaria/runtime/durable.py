@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from planaria.errors import CheckpointError
-from planaria.runtime.parts import Parts
-from planaria.runtime.publish import complete_path, partial_path, published
+from planaria.runtime.coordinator.publish import complete_path, partial_path, published
+from planaria.runtime.memory.parts import Parts
 
 
 def newest(out: Path) -> int | None:

@@ -1,7 +1,7 @@
 """What runs an owner's training: the objects of one worker and how they meet.
 
 :class:`Engine` is the inside of :class:`~planaria.runtime.run.Run`, which is what users see. It binds
-control thread (:mod:`.seat`), communication (:mod:`planaria.comm`), state (:mod:`.parts`), protection
+control thread (:mod:`.seat`), communication (:mod:`planaria.comm`), state (``memory.parts``), protection
 and recovery; it owns the generation that this worker stands at.
 """
 
@@ -20,8 +20,10 @@ from planaria.comm import Domain, GlooTransport, init_default, register
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, EpochSuperseded, UserError
 from planaria.runtime import durable, hooks
+from planaria.runtime.control.member import Whereabouts
 from planaria.runtime.inject import Injector
-from planaria.runtime.member import Whereabouts
+from planaria.runtime.launch.worker import WorkerContext
+from planaria.runtime.memory.parts import Parts
 from planaria.runtime.messages import (
     AllCommitted,
     Assign,
@@ -37,12 +39,10 @@ from planaria.runtime.messages import (
     Scalar,
     Stop,
 )
-from planaria.runtime.parts import Parts
 from planaria.runtime.protection import Protection, begin_epoch
 from planaria.runtime.recovery import BuildAgain, Clock, Recovery, ddp_modules
 from planaria.runtime.seat import Seat
 from planaria.runtime.tally import SAMPLES, Tally
-from planaria.runtime.worker import WorkerContext
 
 FENCED = 1
 """Exit code of a worker that was fenced."""
@@ -77,9 +77,14 @@ class Engine:
         self.waiting = 0.0
         """The same, before it."""
         self.on_swap: list[Callable[[], None]] = []
+        self.protects: Callable[[int], bool] = _always
+        """Whether this generation is captured, replicated and committed. For benchmarks alone, which
+        set it to measure what those three cost: all workers must answer alike, and say yes to the
+        last step. After a loss the run goes back as far as to the newest one that was."""
         self._build = build
         self._broke_at = 0.0
         self._saved_at = -1
+        self._versions: tuple[int, ...] = ()
         self.parts: Parts
         self.protection: Protection
         self.durable: durable.DurableCheckpoints
@@ -309,8 +314,19 @@ class Engine:
             return
         self.domain_check()
         self.waited += self.protection.wait_copied()
+        if not self.dirty and (changed := self.parts.changed_since(self._versions)):
+            raise UserError(
+                f"{changed[0]} was changed before the optimizer's step of step {self.attempting}, "
+                f"while it was being copied ({len(changed)} tensors): change parameters, and parts "
+                "such as an EMA, after optimizer.step() and inside the attempt"
+            )
         self.dirty = True
         self.at("optimizer")
+
+    @property
+    def clean(self) -> bool:
+        """Whether the parts still hold ``generation``: nothing has begun to change them."""
+        return not self.dirty and self.parts.versions() == self._versions
 
     # ------------------------------------------------------------------ attempts
 
@@ -322,7 +338,7 @@ class Engine:
         """
         assert self.generation is not None
         since = time.monotonic()
-        self.seat.wait_committed(step - self.max_redo, self.domain.epoch)
+        self.seat.wait_committed(self._protected_upto(step - self.max_redo), self.domain.epoch)
         self.waiting += time.monotonic() - since
         wanted = self.seat.save
         asked = wanted is not None and self.generation == wanted.at
@@ -334,11 +350,18 @@ class Engine:
                 raise EpochSuperseded("a worker was lost while the last checkpoint was published")
             self.seat.check()
 
+    def _protected_upto(self, generation: int) -> int:
+        while generation > 0 and not self.protects(generation):
+            generation -= 1
+        return generation
+
     def commit(self, step: int, *, seconds: float) -> None:
         """The attempt of ``step`` has succeeded here: its state is generation ``step``."""
         self.domain_check()
         self.generation, self.dirty = step, False
-        self.waited += self.protection.capture(step, wait=self.limits.timeout)
+        if self.protects(step):
+            self.waited += self.protection.capture(step, wait=self.limits.timeout)
+        self._versions = self.parts.versions()
         self.member.send(
             Progress(
                 epoch=self.domain.epoch,
@@ -407,12 +430,17 @@ class Engine:
         if generation not in self.protection.captured():
             self.protection.capture(generation, wait=self.limits.timeout)
             self.protection.wait_copied()
+        self._versions = self.parts.versions()
         self.protection.direct(plan)
 
     def close(self) -> None:
         self.durable.wait()
         self.protection.close()
         self.domain.close()
+
+
+def _always(generation: int) -> bool:
+    return True
 
 
 def _on_fence(message: Fence) -> None:

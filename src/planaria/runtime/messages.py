@@ -2,7 +2,7 @@
 
 One ``msgspec.Struct`` per message, encoded as MessagePack with a ``type`` tag, so that decoding
 validates. Everything here is immutable plain data without torch: the coordinator and the pure
-functions (:mod:`.membership`, :mod:`.planning`) import nothing else of the runtime.
+functions (``membership.rules``, ``membership.planning``) import nothing else of the runtime.
 
 Units: seconds and bytes. A *shard* is an integer, the linear position on the mesh, which is also
 the rank of its owner in the default group. A *worker* is a string that no other process of the run
@@ -39,7 +39,7 @@ class Hello(Message, frozen=True):
     config: str
     """Digest of the script, its arguments and its resolved configuration."""
     data_address: str
-    """``host:port`` of this worker's data server (see :mod:`.replicas`)."""
+    """``host:port`` of this worker's data server (see :mod:`planaria.runtime.memory.replicas`)."""
     rank: int | None = None
     """Shard that the launcher promised it (RANK of its environment); None for a spare."""
 
@@ -211,7 +211,7 @@ FromWorker = (
 
 
 class Limits(Message, frozen=True):
-    """Every time-out of the run, derived from the user's one (see :mod:`.limits`); seconds."""
+    """Every time-out of the run, derived from the user's one (see ``membership.limits``); seconds."""
 
     timeout: float
     rebuild: float

@@ -1,6 +1,6 @@
 """What keeps a worker's state twice: captures, copies at the holder, and the way back.
 
-It joins :mod:`.snapshot` (own host buffers), :mod:`.replicas` (holder) and the control plane
+It joins ``memory.snapshot`` (own host buffers), ``memory.replicas`` (holder) and the control plane
 (``Committed``), for :mod:`.engine`. Called by the training thread, except where it says otherwise.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from planaria.errors import CommError, RunError
-from planaria.runtime.member import Member
+from planaria.runtime.control.member import Member
+from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.replicas import DataServer, Pusher, regrow
+from planaria.runtime.memory.slots import Buffers
+from planaria.runtime.memory.snapshot import Capture
 from planaria.runtime.messages import Broke, Committed, Hold, Plan, ReplicaSet, Shard, Transfer
-from planaria.runtime.parts import Parts
-from planaria.runtime.replicas import DataServer, Pusher, regrow
-from planaria.runtime.slots import Buffers
-from planaria.runtime.snapshot import Capture
 
 Event = Callable[[str, int], None]
 """Told (phase, generation) in the middle of captures and sends, and before a commit is said."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from planaria.runtime.engine import Engine
 
 
-class BuildAgain(Exception):  # noqa: N818 (it is no error: the plan says so)
+class BuildAgain(Exception):
     """No generation exists for all shards: every owner builds from nothing, together."""
 
     def __init__(self, plan: Plan) -> None:
@@ -93,7 +93,7 @@ class Recovery:
             epoch=epoch,
             shard=engine.shard,
             live=engine.generation,
-            clean=not engine.dirty,
+            clean=engine.clean,
             captured=engine.protection.captured(),
             held=engine.protection.held(),
             replica_sets=engine.protection.replica_sets(),
@@ -170,7 +170,7 @@ class Recovery:
             clock.lap("move")
             engine.protection.restore(plan.generation, only="all")
         elif engine.started:
-            clean = engine.generation == plan.generation and not engine.dirty
+            clean = engine.generation == plan.generation and engine.clean
             engine.protection.restore(plan.generation, only="small" if clean else "all")
         clock.lap("load")
 

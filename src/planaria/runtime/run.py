@@ -35,11 +35,11 @@ from torch import nn
 
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, ConfigError, UserError
-from planaria.runtime import worker
 from planaria.runtime.attempt import Attempt, agree
 from planaria.runtime.engine import Engine
+from planaria.runtime.launch import worker
+from planaria.runtime.memory.parts import Parts
 from planaria.runtime.messages import Finished, Progress, Ready
-from planaria.runtime.parts import Parts
 from planaria.runtime.tally import SAMPLES, Tally
 
 log = logging.getLogger(__name__)

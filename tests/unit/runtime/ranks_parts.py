@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from planaria.errors import UserError
-from planaria.runtime.layout import Layout
-from planaria.runtime.parts import Parts, replicated
-from planaria.runtime.snapshot import Buffers, Capture
+from planaria.runtime.memory.layout import Layout
+from planaria.runtime.memory.parts import Parts, replicated
+from planaria.runtime.memory.snapshot import Buffers, Capture
 
 WORLD = 4
 

@@ -30,12 +30,14 @@ from planaria.errors import (
     JoinError,
     UserError,
 )
-from planaria.runtime import control, journal, messages, publish
-from planaria.runtime.caller import Caller
-from planaria.runtime.link import LauncherLink
-from planaria.runtime.member import Member, Whereabouts
-from planaria.runtime.status import show, status
-from planaria.runtime.summary import read_summary
+from planaria.runtime import messages
+from planaria.runtime.control import protocol as control
+from planaria.runtime.control.caller import Caller
+from planaria.runtime.control.link import LauncherLink
+from planaria.runtime.control.member import Member, Whereabouts
+from planaria.runtime.coordinator import journal, publish
+from planaria.runtime.coordinator.status import show, status
+from planaria.runtime.coordinator.summary import read_summary
 
 
 class Here:

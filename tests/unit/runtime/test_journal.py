@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from planaria.errors import DataError, RunError
-from planaria.runtime import journal
-from planaria.runtime.journal import Journal, read
-from planaria.runtime.summary import read_summary, summarise, write_summary
+from planaria.runtime.coordinator import journal
+from planaria.runtime.coordinator.journal import Journal, read
+from planaria.runtime.coordinator.summary import read_summary, summarise, write_summary
 
 
 def opened(**fields: Any) -> journal.Opened:

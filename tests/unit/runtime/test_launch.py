@@ -19,8 +19,8 @@ import pytest
 
 from planaria import cli
 from planaria.errors import UserError
-from planaria.runtime.config import LaunchConfig
-from planaria.runtime.launch import launch
+from planaria.runtime.launch.config import LaunchConfig
+from planaria.runtime.launch.launcher import launch
 
 PLAIN = """
 import os, sys, time

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.runtime.limits import Timeouts, Whereabouts, blame, step_limit
+from planaria.runtime.membership.limits import Timeouts, Whereabouts, blame, step_limit
 
 LIMITS = Timeouts().limits()
 

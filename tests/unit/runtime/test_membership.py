@@ -6,7 +6,7 @@ import pytest
 from tests.support.membership_run import Run, recover, training
 
 from planaria.errors import ConfigError, RunError
-from planaria.runtime.events import (
+from planaria.runtime.membership.events import (
     Attached,
     BecameReady,
     CommittedBy,
@@ -29,7 +29,8 @@ from planaria.runtime.events import (
     StopRequested,
     WantSpare,
 )
-from planaria.runtime.membership import recipients, refusal
+from planaria.runtime.membership.rules import recipients, refusal
+from planaria.runtime.membership.state import MembershipConfig, dump, load
 from planaria.runtime.messages import (
     AllCommitted,
     Assign,
@@ -44,7 +45,6 @@ from planaria.runtime.messages import (
     Restored,
     Stop,
 )
-from planaria.runtime.state import MembershipConfig, dump, load
 
 
 def test_a_run_forms_when_enough_workers_are_ready():

@@ -2,7 +2,7 @@
 
 A schedule is a string of bytes; a simulated cluster takes each of its choices from it (what happens
 next, to whom, whether it is a loss, a hang, a regrouping or a stray message), so that hypothesis can
-shrink a failing one. :class:`planaria.runtime.referee.Referee` checks every rule after every event.
+shrink a failing one. ``membership.referee.Referee`` checks every rule after every event.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from hypothesis import strategies as st
 from immutables import Map
 from msgspec.structs import replace
 
-from planaria.runtime import simulate
-from planaria.runtime.cluster import Cluster, ClusterConfig
-from planaria.runtime.events import Attached, Broadcast, CommittedBy, Lost, Reported, Send
-from planaria.runtime.membership import step
+from planaria.runtime.membership import simulate
+from planaria.runtime.membership.cluster import Cluster, ClusterConfig
+from planaria.runtime.membership.events import (
+    Attached,
+    Broadcast,
+    CommittedBy,
+    Lost,
+    Reported,
+    Send,
+)
+from planaria.runtime.membership.referee import Referee
+from planaria.runtime.membership.rules import step
+from planaria.runtime.membership.state import MembershipConfig, Transition, dump, load
 from planaria.runtime.messages import AllCommitted, Assign, Plan
-from planaria.runtime.referee import Referee
-from planaria.runtime.state import MembershipConfig, Transition, dump, load
 
 
 class ExhaustedError(Exception):

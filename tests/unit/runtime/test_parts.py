@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from planaria.errors import RunError, UserError
-from planaria.runtime.layout import Layout
-from planaria.runtime.parts import Parts, replicated
-from planaria.runtime.snapshot import Buffers, Capture
+from planaria.runtime.memory.layout import Layout
+from planaria.runtime.memory.parts import Parts, replicated
+from planaria.runtime.memory.snapshot import Buffers, Capture
 
 
 def taken(parts: Parts, generation: int = 1) -> tuple[Layout, torch.Tensor]:
@@ -440,6 +440,7 @@ def test_digest_knows_names_dtypes_and_bytes_and_not_the_generators() -> None:
         ),
         ({"model": [nn.Linear(1, 1), 3]}, "an object of type int as part 'model': a part is a"),
         ({"rng": nn.Linear(1, 1)}, "build() returned a part named 'rng': names are non-empty"),
+        ({"modes": nn.Linear(1, 1)}, "'rng' and 'modes' are parts that Planaria adds for the"),
         (
             {"m.0": nn.Linear(1, 1), "m": [nn.Linear(1, 1)]},
             "build() returned two parts named 'm.0' (lists number their items): rename one",

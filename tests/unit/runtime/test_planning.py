@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.errors import NotRecoverable, PlanariaError
-from planaria.runtime.messages import Owner, ReplicaSet, Report, Transfer
-from planaria.runtime.planning import (
+from planaria.runtime.membership.planning import (
     choose_holders,
     keeper,
     merge_bucket_orders,
     name_shards,
     plan,
 )
+from planaria.runtime.messages import Owner, ReplicaSet, Report, Transfer
 
 
 def owner(name, node=None):

@@ -10,9 +10,10 @@ import pytest
 from tests.support.control_plane import invitation
 
 from planaria.errors import CheckpointError, ConfigError, EpochSuperseded, UserError
-from planaria.runtime import control, publish, store
-from planaria.runtime.keys import EpochKeys
-from planaria.runtime.membership import MembershipConfig, State
+from planaria.runtime.control import protocol as control
+from planaria.runtime.coordinator import publish, store
+from planaria.runtime.coordinator.keys import EpochKeys
+from planaria.runtime.membership.rules import MembershipConfig, State
 
 
 def pipe_with(text: str) -> int:

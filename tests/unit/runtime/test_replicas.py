@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from planaria.errors import ChecksumError, CommError, EpochSuperseded, RunError, UserError
-from planaria.runtime import wire
-from planaria.runtime.layout import Layout
+from planaria.runtime.memory import wire
+from planaria.runtime.memory.layout import Layout
+from planaria.runtime.memory.parts import Parts, replicated
+from planaria.runtime.memory.replicas import Access, DataServer, Pusher, fetch, push, regrow
+from planaria.runtime.memory.snapshot import Buffers, Capture, Slot
+from planaria.runtime.memory.wire import Frame, Kind
 from planaria.runtime.messages import Transfer
-from planaria.runtime.parts import Parts, replicated
-from planaria.runtime.replicas import Access, DataServer, Pusher, fetch, push, regrow
-from planaria.runtime.snapshot import Buffers, Capture, Slot
-from planaria.runtime.wire import Frame, Kind
 
 TOKEN = "a-secret"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from planaria.runtime.screen import TRACEBACK_MARK, Screen
+from planaria.runtime.launch.screen import TRACEBACK_MARK, Screen
 
 
 def screen(*, quiet: bool = False, terminal: bool = False) -> tuple[Screen, io.StringIO]:

@@ -3,8 +3,8 @@
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.runtime.cluster import ClusterConfig
-from planaria.runtime.simulate import main, run
+from planaria.runtime.membership.cluster import ClusterConfig
+from planaria.runtime.membership.simulate import main, run
 
 
 def test_thousands_of_events_at_64_shards_break_no_rule():

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planaria.errors import CommError, EpochSuperseded, RunError, UserError
-from planaria.runtime import slots
-from planaria.runtime.layout import MAX_LAYOUT_BYTES, Layout, LeafEntry, LeafSpec, lay_out
-from planaria.runtime.parts import Parts
-from planaria.runtime.snapshot import Buffers, Capture, Held, Occupancy, Slot, choose
+from planaria.runtime.memory import slots
+from planaria.runtime.memory.layout import MAX_LAYOUT_BYTES, Layout, LeafEntry, LeafSpec, lay_out
+from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.snapshot import Buffers, Capture, Held, Occupancy, Slot, choose
 
 
 def spec(path: str, shape: tuple[int, ...], *, later: bool = True, shards: Any = (1,)) -> LeafSpec:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planaria.runtime import messages
-from planaria.runtime.events import (
+from planaria.runtime.coordinator.watch import Finding, Watch
+from planaria.runtime.membership.events import (
     Attached,
     BecameReady,
     CommittedBy,
@@ -11,9 +12,8 @@ from planaria.runtime.events import (
     Reported,
     RestoredBy,
 )
-from planaria.runtime.limits import Timeouts
-from planaria.runtime.membership import MembershipConfig, State, step
-from planaria.runtime.watch import Finding, Watch
+from planaria.runtime.membership.limits import Timeouts
+from planaria.runtime.membership.rules import MembershipConfig, State, step
 
 LIMITS = Timeouts(timeout=20.0).limits()
 """silence 1 s, ping .2 s; a known step may take 6.7 s at least."""

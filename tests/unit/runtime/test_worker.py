@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planaria.runtime import worker
+from planaria.runtime.launch import worker
 
 
 def raised(script: Path) -> BaseException:

@@ -297,7 +297,7 @@ def demo(*, out: Path = Path("runs/demo"), steps: int = 40) -> LlmConfig:
         sequence=128,
         batch=4,
         steps=steps,
-        lr=3e-3,
+        lr=1e-2,
         warmup=min(5, steps),
         eval_every=20,
         eval_batches=2,

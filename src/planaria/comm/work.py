@@ -1,0 +1,102 @@
+"""The pending result of an operation on a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from planaria.comm.domain import Domain, Mode
+from planaria.errors import CommError
+
+
+class HandleWork(dist.Work):
+    """The pending result of one operation on a handle.
+
+    It never fails: where the communicator does, the worker is broken and the result is whatever is in
+    the buffers; the attempt is left at its next boundary. ``wait`` raises ``AttemptBroken`` only where
+    that is safe (see :meth:`Domain.may_complete`).
+    """
+
+    def __init__(self, domain: Domain, future: Future[Any]) -> None:
+        super().__init__()
+        self._domain = domain
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._finish()
+        if self._domain.mode is Mode.BROKEN and not self._domain.may_complete():
+            self._domain.check()
+        return True
+
+    def _finish(self) -> None:
+        self._future.wait()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        self._finish()
+        return self._future.value()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class WaitedWork(HandleWork):
+    """For inner works without a future, which end only in ``wait``: gloo's send, recv, reduce-scatter."""
+
+    def __init__(self, domain: Domain, outputs: list[torch.Tensor], work: Any, epoch: int) -> None:
+        super().__init__(domain, Future())
+        self._outputs = outputs
+        self._work = work
+        self._epoch = epoch
+
+    def _finish(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            self._future.wait()
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._domain.fail(self._epoch, f"{type(error).__name__}: {first_line(error)}")
+        self._domain.leave(self._epoch)
+        self._future.set_result(self._outputs)
+
+    def get_future(self) -> Future[Any]:
+        self._finish()
+        return self._future
+
+    def is_completed(self) -> bool:
+        if self._work is not None and self._work.is_completed():
+            self._finish()
+        return self._future.done()
+
+
+def last(works: Sequence[HandleWork]) -> HandleWork:
+    """One work for several that were launched in order on one group, which also end in order."""
+    if not works:
+        raise CommError("a coalesced operation was called without tensors; pass at least one")
+    futures = [work.get_future() for work in works]
+    collected: Future[Any] = torch.futures.collect_all(futures)
+    return HandleWork(works[-1]._domain, collected)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the stack that gloo appends."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else "no message"

@@ -1,0 +1,1 @@
+"""How workers, launcher and command line talk to the coordinator."""

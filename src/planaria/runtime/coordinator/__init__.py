@@ -1,0 +1,1 @@
+"""The coordinator: membership behind gRPC, with journal, summary and status."""

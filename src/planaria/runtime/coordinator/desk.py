@@ -1,0 +1,499 @@
+"""The coordinator's centre: single writer of the membership, on one event loop, without torch.
+
+What comes in over :mod:`.service` becomes an event; ``membership.rules.step`` decides; the actions go
+out to workers, launchers, journal and timers. Nothing here decides by itself except who is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any, assert_never
+
+import msgspec
+
+import planaria
+from planaria.errors import JoinError, PlanariaError, UserError
+from planaria.runtime import messages
+from planaria.runtime.control import protocol as control
+from planaria.runtime.coordinator import journal, summary
+from planaria.runtime.coordinator.chores import Chores
+from planaria.runtime.coordinator.chronicle import Chronicle
+from planaria.runtime.coordinator.crowd import Crowd, Encoded, Session
+from planaria.runtime.coordinator.inbound import event_of
+from planaria.runtime.coordinator.keys import EpochKeys
+from planaria.runtime.coordinator.saving import Saving
+from planaria.runtime.coordinator.service import Outbox
+from planaria.runtime.coordinator.standing import standing
+from planaria.runtime.coordinator.store import Store
+from planaria.runtime.coordinator.watch import Watch
+from planaria.runtime.membership import events
+from planaria.runtime.membership import rules as membership
+from planaria.runtime.membership.state import State
+from planaria.runtime.messages import Worker
+
+STILLBORN = 3
+"""Spares in a row that end before they attach, until no more are asked for; our choice."""
+
+
+class ControlDesk:
+    """Implements :class:`.service.Desk` around the membership ``state``."""
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        run: str,
+        token: str,
+        out: Path,
+        spares: int,
+        keep: int,
+        limits: messages.Limits,
+        book: journal.Journal,
+        store: Store,
+    ) -> None:
+        self.state = state
+        self.run = run
+        self.out = out
+        self.limits = limits
+        self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The exit code, once the run is over."""
+        self.keys = EpochKeys(epoch=state.epoch)
+        self.watch = Watch(limits=limits)
+        self.crowd = Crowd()
+        self.reason = "the coordinator has just begun"
+        self._token = token
+        self._spares = spares
+        self._store = store
+        self._book = book
+        self._chronicle = Chronicle(book, show=self.crowd.tell_launchers)
+        self._stillborn = 0
+        self._saving = Saving(
+            out,
+            run=run,
+            world=state.config.world,
+            keep=keep,
+            chronicle=self._chronicle,
+            apply=self.apply,
+        )
+        self._swaps = 0
+        self._returning: set[Worker] = set()
+        self._chores = Chores(failed=self.fail, over=self.over.done)
+
+    # What the service hands on.
+
+    def admit(self, hello: messages.Hello, outbox: Outbox) -> None:
+        """Let a worker in, or raise ``JoinError`` with the one line that it is told."""
+        event = events.Attached(
+            worker=hello.worker,
+            node=hello.node,
+            address=hello.data_address,
+            config=hello.config,
+            version=hello.version,
+            rank=hello.rank,
+        )
+        reason = self._refusal(hello) or membership.refusal(self.state, event)
+        if reason is not None:
+            raise JoinError(reason)
+        again = hello.worker in self.state.members
+        self.crowd.sessions[hello.worker] = Session(hello, outbox)
+        self._book.write(
+            journal.WorkerAttached(
+                worker=hello.worker,
+                node=hello.node,
+                pid=hello.pid,
+                address=hello.data_address,
+                again=again,
+            )
+        )
+        self.watch.attach(hello.worker, now=time.monotonic())
+        self.crowd.send(
+            hello.worker,
+            messages.Welcome(
+                worker=hello.worker, world=self.state.config.world, limits=self.limits
+            ),
+        )
+        self.apply(event)
+        if again:
+            self._catch_up(hello.worker)
+
+    def hear(self, worker: Worker, message: messages.FromWorker) -> None:
+        """One message of a worker's stream."""
+        match message:
+            case messages.Pong():
+                self.watch.pong(worker, message, now=time.monotonic())
+            case messages.Progress():
+                self._chronicle.progress(message)
+                self.watch.progress(worker, message, now=time.monotonic())
+            case messages.Scalar():
+                self._chronicle.scalars(worker, self._shard(worker), message)
+            case messages.Injected():
+                self._chronicle.injected(worker, message)
+            case messages.Broke():
+                self._broke(worker, message)
+            case messages.Left():
+                self._leave(worker, message)
+            case messages.Hello():
+                raise ValueError("Hello comes once, as the first message of a stream")
+            case _:
+                if isinstance(message, messages.Ready):
+                    self._stillborn = 0
+                elif isinstance(message, messages.Durable):
+                    self._saving.wrote(message)
+                self._chronicle.heard(worker, self._shard(worker), message)
+                self.apply(event_of(worker, message))
+
+    def gone(self, worker: Worker, outbox: Outbox, reason: str) -> None:
+        """The stream of ``worker`` has ended."""
+        session = self.crowd.sessions.get(worker)
+        if session is None or session.outbox is not outbox:
+            return
+        del self.crowd.sessions[worker]
+        self.watch.detach(worker)
+        if not session.left:
+            self.lose(worker, how="stream", reason=reason)
+
+    def admit_launcher(self, hello: control.LauncherHello, outbox: Outbox) -> None:
+        """Let a launcher in, or raise ``JoinError``."""
+        if hello.run != self.run:
+            raise JoinError(f"the launcher is for run {hello.run}, this is run {self.run}")
+        launcher = self.crowd.add_launcher(hello, outbox)
+        launcher.tell(control.Attached(run=self.run))
+        if self.over.done():
+            launcher.tell(control.EndRun(exit_code=self.over.result(), reason=self.state.end))
+
+    def hear_launcher(self, message: control.FromLauncher, outbox: Outbox) -> None:
+        """One message of a launcher's stream."""
+        launcher = self.crowd.launcher_of(outbox)
+        match message:
+            case control.Spawned():
+                self.crowd.spawned(message.worker, pid=message.pid, launcher=launcher)
+            case control.Exited():
+                self._exited(message)
+            case control.LauncherHello():
+                raise ValueError("LauncherHello comes once, as the first message of a stream")
+            case _:
+                assert_never(message)
+
+    def gone_launcher(self, outbox: Outbox) -> None:
+        """The stream of a launcher has ended; the last one that could start workers ends the run."""
+        self.crowd.drop_launcher(outbox)
+        self._chores.later(self.limits.silence, self._without_launcher)
+
+    async def answer(self, body: Any) -> msgspec.Struct:
+        """Answer Put, Get, GetMany, Add or Check."""
+        match body:
+            case control.Put():
+                self.keys.put(body.epoch, body.key, body.value)
+                return control.Done()
+            case control.Get():
+                found = await self.keys.get(body.epoch, (body.key,), timeout=body.timeout)
+                return control.Values(values=found)
+            case control.GetMany():
+                found = await self.keys.get(body.epoch, body.keys, timeout=body.timeout)
+                return control.Values(values=found)
+            case control.Add():
+                return control.Counter(value=self.keys.add(body.epoch, body.key, body.amount))
+            case control.Check():
+                return control.Present(present=self.keys.check(body.epoch, body.keys))
+            case _:
+                raise AssertionError(f"{type(body).__name__} is no question about keys")
+
+    def inject(self, body: control.Inject) -> control.Done:
+        """Write a fault to the journal before it fires."""
+        self._chronicle.injected(body.worker, body.fault)
+        return control.Done()
+
+    def request(self, body: control.Requested) -> control.Done:
+        """What launcher or command line want."""
+        match body:
+            case control.StopRun():
+                self.apply(events.StopRequested(reason=body.reason, exit_code=body.exit_code))
+                return control.Done(note=f"the run ends: {body.reason}")
+            case control.SaveCheckpoint():
+                return self._saving.ask(body, state=self.state, crowd=self.crowd)
+            case control.AddSpares():
+                launcher = self.crowd.spawner(node=body.node)
+                if launcher is None:
+                    where = f" on node {body.node}" if body.node else ""
+                    raise UserError(
+                        f"no launcher{where} can start spares; add one with 'planaria join'"
+                    )
+                launcher.tell(control.WantSpare(count=body.count))
+                node = launcher.hello.node
+                return control.Done(note=f"{body.count} spares are started on node {node}")
+            case _:
+                assert_never(body)
+
+    def status(self) -> control.Status:
+        """What is known now."""
+        return standing(
+            self.state,
+            run=self.run,
+            step_of=self.watch.step_of,
+            swaps=self._swaps,
+            reason=self.reason,
+            exit_code=self.over.result() if self.over.done() else None,
+        )
+
+    def refused(self, who: str, reason: str) -> None:
+        """Somebody was turned away."""
+        self._book.write(journal.Refused(who=who, reason=reason))
+
+    def fail(self, error: Exception) -> None:
+        """A defect of our own, or a journal that cannot be written: the run ends, loudly."""
+        if isinstance(error, PlanariaError):
+            reason, code = str(error), error.exit_code
+        else:
+            traceback.print_exception(error)
+            reason, code = f"the coordinator failed: {type(error).__name__}: {error}", 1
+        if not self.over.done():
+            self.state = msgspec.structs.replace(self.state, phase="ended", end=reason)
+            for worker in list(self.crowd.sessions):
+                self.crowd.send(worker, messages.Stop(reason=reason, exit_code=code))
+            self._end(events.EndRun(reason=reason, exit_code=code))
+
+    # Events.
+
+    def apply(self, event: events.AnyEvent) -> None:
+        """One event through membership, and its actions."""
+        before = self.state
+        after = membership.step(before, event)
+        self.state = state = after.state
+        if state is not before:
+            self.reason = after.reason
+        if state.epoch != before.epoch:
+            self.keys.begin(state.epoch)
+        if state.plan is not before.plan and state.plan is not None and state.plan.lost:
+            self._swaps += 1
+        # Before anyone is told: a coordinator that is started again knows at least as much.
+        self._store.update(before, state)
+        self._chronicle.transition(before, event, after)
+        encoded = Encoded()
+        for action in after.actions:
+            self._act(action, encoded)
+
+    def lose(self, worker: Worker, *, how: str, reason: str) -> None:
+        """``worker`` is gone or hung; nothing happens where that is known."""
+        member = self.state.members.get(worker)
+        if member is None or self.state.phase == "ended":
+            return
+        self._chronicle.detected(worker, shard=member.shard, how=how, reason=reason)
+        if how in ("stream", "pidfd"):
+            self.apply(events.Lost(worker=worker, reason=reason))
+        else:
+            self.apply(events.Hung(worker=worker, reason=reason))
+
+    def look(self) -> None:
+        """To be called every ``limits.ping`` seconds: send pings, look for who is silent."""
+        for worker, ping in self.watch.pings(now=time.monotonic()):
+            self.crowd.send(worker, ping)
+        for finding in self.watch.findings(self.state, now=time.monotonic()):
+            if finding.worker is not None:
+                self.lose(finding.worker, how=finding.how, reason=finding.reason)
+            else:
+                self.apply(events.Regroup(epoch=self.state.epoch, reason=finding.reason))
+        self._store.flush(self.state)
+
+    def begin(self, *, address: str, resumed: bool) -> None:
+        """The server listens: say so; after a resumption, wait for those who were members."""
+        state = self.state
+        self._book.write(
+            journal.Opened(
+                run=self.run,
+                world=state.config.world,
+                spares=self._spares,
+                address=address,
+                pid=os.getpid(),
+                version=planaria.__version__,
+                resumed=resumed,
+            )
+        )
+        self._store.flush(state)
+        if resumed:
+            self._returning = set(state.members)
+            self._chores.later(self.limits.timeout, self._missing)
+            if state.phase == "waiting":
+                event = events.SpareTimedOut(epoch=state.epoch)
+                self._chores.later(state.config.no_spare, lambda: self.apply(event))
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """SIGTERM or SIGINT to this process."""
+        reason = f"the coordinator was told to end by {number.name}"
+        event = events.StopRequested(reason=reason, exit_code=128 + number)
+        self._chores.later(0.0, lambda: self.apply(event))
+
+    async def emptied(self, *, seconds: float) -> None:
+        """Wait until every stream is closed, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        while (self.crowd.sessions or self.crowd.launchers) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        """Drop timers and tasks."""
+        self._chores.close()
+
+    def _refusal(self, hello: messages.Hello) -> str | None:
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return "wrong token: give the token of this run (OUT/coordinator.token)"
+        if hello.run != self.run:
+            return f"worker {hello.worker} is for run {hello.run}, this is run {self.run}"
+        if hello.worker in self.crowd.sessions:
+            return f"worker {hello.worker} is attached already; start one with a new name"
+        return None
+
+    def _shard(self, worker: Worker) -> int | None:
+        member = self.state.members.get(worker)
+        return None if member is None else member.shard
+
+    def _broke(self, worker: Worker, message: messages.Broke) -> None:
+        """A communicator failed: mostly the first sign of a loss; else the owners regroup."""
+        entry = journal.Broke(worker=worker, epoch=message.epoch, reason=message.reason)
+        self._book.write(entry)
+        reason = f"a communicator failed under {worker} and nobody is lost: {message.reason}"
+
+        def nobody_lost() -> None:
+            self.apply(events.Regroup(epoch=message.epoch, reason=reason))
+
+        self._chores.later(self.limits.silence + 2 * self.limits.ping, nobody_lost)
+
+    def _leave(self, worker: Worker, message: messages.Left) -> None:
+        session = self.crowd.sessions.get(worker)
+        if session is not None:
+            session.left = True
+        if worker not in self.state.members:
+            return
+        if message.exit_code == 0:
+            self.apply(events.Left(worker=worker))
+        else:
+            reason = f"the script of {worker} ended with exit code {message.exit_code}"
+            failed = messages.Failed(reason=reason, exit_code=message.exit_code)
+            self.apply(events.FailedBy(worker=worker, message=failed))
+
+    def _exited(self, message: control.Exited) -> None:
+        """The launcher's pidfd has fired; the stream may have told before."""
+        worker = message.worker
+        entry = journal.ProcessExited(
+            worker=worker,
+            pid=message.pid,
+            description=message.description,
+            code=message.code,
+        )
+        self._book.write(entry)
+        self.crowd.exited(worker)
+        session = self.crowd.sessions.get(worker)
+        if session is not None and session.left:
+            return
+        if worker in self.state.members:
+            self.lose(worker, how="pidfd", reason=message.description)
+        elif worker not in self.state.fenced and self.state.phase != "ended":
+            self._never_attached(worker, message.description)
+
+    def _never_attached(self, worker: Worker, description: str) -> None:
+        self._stillborn += 1
+        line = f"{worker} ended before it joined the run: {description}; look at its log"
+        if self.state.phase == "forming" and self._stillborn > self._spares:
+            self.apply(events.StopRequested(reason=line, exit_code=1))
+            return
+        self._chronicle.say(line)
+        if self.state.phase != "forming" and self._stillborn <= STILLBORN:
+            self._want(1)
+
+    def _missing(self) -> None:
+        """Who was a member of the coordinator that died and has not come back is lost."""
+        for worker in sorted(self._returning):
+            self.lose(worker, how="stream", reason="it did not come back to its coordinator")
+        self._returning.clear()
+        self._regroup_if_all_are_back()
+
+    def _catch_up(self, worker: Worker) -> None:
+        """Tell a worker that has attached again what it may have missed.
+
+        In the middle of a recovery nobody knows what was still said, and the keys of the epoch are
+        gone: once all are back, the owners begin a new epoch.
+        """
+        state = self.state
+        self._returning.discard(worker)
+        self._regroup_if_all_are_back()
+        if state.phase != "training" or self._shard(worker) is None:
+            return
+        self.crowd.send(worker, messages.Released(epoch=state.epoch))
+        if state.committed is not None:
+            message = messages.AllCommitted(epoch=state.epoch, generation=state.committed)
+            self.crowd.send(worker, message)
+
+    def _regroup_if_all_are_back(self) -> None:
+        state = self.state
+        if state.phase not in ("building", "recovering"):
+            return
+        if self._returning.isdisjoint(state.owners.values()):
+            reason = "the coordinator was started again in the middle of a recovery"
+            self.apply(events.Regroup(epoch=state.epoch, reason=reason))
+
+    def _without_launcher(self) -> None:
+        if self.crowd.had_launcher and self.crowd.spawner() is None:
+            reason = "the launcher is gone, and its workers with it"
+            self.apply(events.StopRequested(reason=reason, exit_code=1))
+
+    # Actions.
+
+    def _act(self, action: events.AnyAction, encoded: Encoded) -> None:
+        match action:
+            case events.Send():
+                self.crowd.send_encoded(action.worker, encoded.of(action.message))
+                if isinstance(action.message, (messages.Fence, messages.Stop)):
+                    self.crowd.end(action.worker)
+            case events.Broadcast():
+                data = encoded.of(action.message)
+                for worker in membership.recipients(self.state, action):
+                    self.crowd.send_encoded(worker, data)
+            case events.Kill():
+                session = self.crowd.sessions.get(action.worker)
+                node = session.hello.node if session is not None else ""
+                self.crowd.kill(action.worker, node=node, reason=action.reason)
+            case events.EndRun():
+                self._end(action)
+            case events.RestartAll():
+                self.crowd.tell_launchers(control.RestartAll(reason=action.reason))
+            case events.WantSpare():
+                self._want(action.count)
+            case events.StartTimer():
+                epoch = action.epoch
+                self._chores.later(
+                    action.seconds, lambda: self.apply(events.SpareTimedOut(epoch=epoch))
+                )
+            case events.Publish():
+                self._chores.spawn(self._saving.publish(action.generation))
+            case events.Discard():
+                self._chores.spawn(self._saving.discard(action.generation, reason=action.reason))
+            case events.Record():
+                pass  # the chronicle has written it
+            case _:
+                assert_never(action)
+
+    def _want(self, count: int) -> None:
+        launcher = self.crowd.spawner()
+        if launcher is not None:
+            launcher.tell(control.WantSpare(count=count))
+
+    def _end(self, action: events.EndRun) -> None:
+        self._book.write(journal.Ended(exit_code=action.exit_code, reason=action.reason), sync=True)
+        self._write_summary()
+        self.crowd.tell_launchers(control.EndRun(exit_code=action.exit_code, reason=action.reason))
+        for worker in list(self.crowd.sessions):
+            self.crowd.end(worker)
+        if not self.over.done():
+            self.over.set_result(action.exit_code)
+
+    def _write_summary(self) -> None:
+        try:
+            summary.write_summary(self.out)
+        except Exception as error:
+            # Whatever is wrong with a summary, the run has to end.
+            self._chronicle.say(f"no summary was written: {error}", kind="error")
+            traceback.print_exception(error)

@@ -1,0 +1,107 @@
+"""Durable checkpoints on the coordinator's side: asked for, published or given up, and told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from planaria.errors import CheckpointError, UserError
+from planaria.runtime import messages
+from planaria.runtime.control import protocol as control
+from planaria.runtime.coordinator import journal, publish
+from planaria.runtime.coordinator.chronicle import Chronicle
+from planaria.runtime.coordinator.crowd import Crowd
+from planaria.runtime.membership import events
+from planaria.runtime.membership.state import State
+
+MOST_AHEAD = 2
+"""Steps that a worker can be ahead of the newest commit: there are two host buffers."""
+
+
+class Saving:
+    """Publishes below ``out``; ``apply`` feeds membership."""
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        run: str,
+        world: int,
+        keep: int,
+        chronicle: Chronicle,
+        apply: Callable[[events.AnyEvent], None],
+    ) -> None:
+        self._out = out
+        self._run = run
+        self._world = world
+        self._keep = keep
+        self._chronicle = chronicle
+        self._apply = apply
+        self._stop_after: str | None = None
+        self._seconds: dict[int, float] = {}
+
+    def ask(self, body: control.SaveCheckpoint, *, state: State, crowd: Crowd) -> control.Done:
+        """Have all owners write a checkpoint after the running attempt."""
+        if state.phase != "training":
+            raise UserError(
+                f"the run is {state.phase}: a durable checkpoint can be written while it trains; "
+                "ask again then"
+            )
+        message = messages.SaveDurable(
+            reason=body.reason,
+            then_stop=body.then_stop,
+            at=(state.committed or 0) + MOST_AHEAD,
+        )
+        for worker in state.owners.values():
+            crowd.send(worker, message)
+        if body.then_stop:
+            self._stop_after = body.reason
+        return control.Done(note="a durable checkpoint is written after the running attempt")
+
+    def wrote(self, message: messages.Durable) -> None:
+        """One shard has written its part, or failed to."""
+        slowest = self._seconds.get(message.generation, 0.0)
+        self._seconds[message.generation] = max(slowest, message.seconds)
+
+    async def publish(self, generation: int) -> None:
+        """All parts are there: rename the folder, tell membership."""
+        seconds = self._seconds.pop(generation, 0.0)
+        if not publish.partial_path(self._out, generation).exists() and (
+            generation in publish.published(self._out)
+        ):
+            # Said again by members to a coordinator that was started again.
+            self._apply(events.Published(generation=generation))
+            return
+        try:
+            path = await asyncio.to_thread(
+                publish.publish,
+                self._out,
+                generation,
+                run=self._run,
+                world=self._world,
+                keep=self._keep,
+            )
+        except CheckpointError as error:
+            self._given_up(generation, str(error))
+            return
+        self._chronicle.book.write(
+            journal.DurableSaved(generation=generation, path=str(path), seconds=seconds)
+        )
+        self._apply(events.Published(generation=generation))
+        if self._stop_after is not None:
+            reason = f"{self._stop_after}, after the durable checkpoint of generation {generation}"
+            self._apply(events.StopRequested(reason=reason, exit_code=0))
+
+    async def discard(self, generation: int, *, reason: str) -> None:
+        """It can never be complete: remove what there is of it."""
+        self._seconds.pop(generation, None)
+        await asyncio.to_thread(publish.discard, self._out, generation)
+        self._given_up(generation, reason)
+
+    def _given_up(self, generation: int, reason: str) -> None:
+        self._chronicle.book.write(journal.DurableFailed(generation=generation, reason=reason))
+        line = f"no durable checkpoint of generation {generation}: {reason}"
+        self._chronicle.say(line, kind="error")
+        if self._stop_after is not None:
+            self._apply(events.StopRequested(reason=f"{self._stop_after}; {line}", exit_code=1))

@@ -1,0 +1,1 @@
+"""Starting a run: launcher, warm workers, their logs and their end."""

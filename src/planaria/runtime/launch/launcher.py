@@ -1,0 +1,422 @@
+"""``planaria run`` and ``planaria join``: start a run on this machine, watch it, end all of it.
+
+The launcher holds no torch. It starts the coordinator as a process of its own, forks the workers
+from a warm server (:mod:`.fleet`), shows their output (:mod:`.screen`), tells the coordinator of
+each worker that ends, and carries out what the coordinator wants: kill a fenced worker, start a
+spare, start the whole set anew, end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from planaria.errors import PlanariaError
+from planaria.runtime.control import protocol as control
+from planaria.runtime.control.caller import Caller
+from planaria.runtime.control.link import LauncherLink
+from planaria.runtime.launch import worker
+from planaria.runtime.launch.config import JoinConfig, LaunchConfig, versions, write_config
+from planaria.runtime.launch.coordinator_process import CoordinatorProcess
+from planaria.runtime.launch.fleet import PRELOAD, Child, Fleet
+from planaria.runtime.launch.screen import TRACEBACK_MARK, Screen
+
+_POLL = 0.1
+"""Seconds between looks at the logs; what a user takes for at once."""
+_LEAVE = 5.0
+"""Seconds in which workers may leave by themselves when the run has ended well."""
+_HURRY = 0.5
+"""The same where the run has failed or was interrupted twice."""
+_SPARE_FAILURES = 3
+"""After so many spares in a row that failed before they joined, no more are started."""
+
+
+def launch(config: LaunchConfig) -> int:
+    """Run the script under a coordinator of its own; returns the exit code.
+
+    0: the run finished; 1: it failed; 2: bad input; 130 after Ctrl-C; 143 after SIGTERM. Raises
+    :class:`PlanariaError` where nothing could be started. Nothing is left running afterwards.
+    """
+    return asyncio.run(_Launch(config).run())
+
+
+def join(config: JoinConfig) -> int:
+    """Add warm spares to a living run and stay until they are released; returns the exit code.
+
+    Raises :class:`PlanariaError` where the run refuses them or does not answer.
+    """
+    return asyncio.run(_Launch(config).run())
+
+
+class _Launch:
+    """One run of the launcher, on one asyncio loop."""
+
+    def __init__(self, config: LaunchConfig | JoinConfig) -> None:
+        self.config = config
+        self.node = config.node or socket.gethostname()
+        self.screen = Screen(quiet=config.quiet)
+        self.started = 0
+        self.restarts = 0
+        self.failed_spares = 0
+        self.vacant: list[int] = []
+        """Ranks of initial workers that were lost."""
+        self.interrupts = 0
+        self.number = 0
+        self.code: int | None = None
+        self.grace = _HURRY
+        """Seconds in which workers may leave by themselves."""
+        self.told = False
+        """Whether it was the coordinator that ended the run."""
+        self.link: LauncherLink | None = None
+        self.coordinator: CoordinatorProcess | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        self.loop = asyncio.get_running_loop()
+        self.over = asyncio.Event()
+        self.starting = asyncio.Lock()
+        self.fleet = Fleet(
+            preload=(*PRELOAD, *self.config.preload),
+            threads=self.config.threads,
+            environment=self.config.environment,
+            exited=self._exited,
+        )
+        try:
+            with self._signals():
+                await self._begin()
+                self._spawn(self._watch())
+                await self.over.wait()
+                await self.fleet.end(grace=self.grace)
+        finally:
+            await self._clean()
+        assert self.code is not None
+        return self.code
+
+    # ------------------------------------------------------------------ beginning and end
+
+    async def _begin(self) -> None:
+        if isinstance(self.config, LaunchConfig):
+            token, run = secrets.token_hex(32), _run_name()
+            write_config(self.config)
+            self.coordinator = CoordinatorProcess(self.config, run=run, token=token)
+            address = await self.coordinator.ready()
+            self._spawn(self._keep_coordinator())
+        else:
+            address, token = self.config.address, self.config.token
+            run = await asyncio.to_thread(_run_at, self.config)
+            self.config.logs.mkdir(parents=True, exist_ok=True)
+        self.invitation = control.Invitation(
+            address=address,
+            token=token,
+            run=run,
+            worker="",
+            node=self.node,
+            config=self.config.digest,
+            version=versions(),
+            out=str(self.config.out),
+            ca=self.config.ca,
+            certificate=self.config.client_certificate,
+            key=self.config.client_key,
+        )
+        self.link = LauncherLink(
+            address,
+            token=token,
+            run=run,
+            node=self.node,
+            receive=lambda message: self._from_thread(self._receive, message),
+            ended=lambda reason: self._from_thread(self._link_ended, reason),
+            tls=self.invitation.tls,
+            patience=self.config.timeout,
+        )
+        await asyncio.to_thread(self.link.connect)
+        self._spawn(self._start_set())
+
+    def _finish(self, code: int, reason: str) -> None:
+        """The run is over; the first word counts."""
+        if self.code is None:
+            self.code = code
+            if code != 0 and reason:
+                self.screen.line(reason, kind="error")
+            self.over.set()
+
+    async def _clean(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.fleet.close()
+        if self.link is not None:
+            await asyncio.to_thread(self.link.close)
+        if self.coordinator is not None:
+            await asyncio.to_thread(self.coordinator.end, over=self.told)
+        self.screen.close()
+
+    async def _watch(self) -> None:
+        while True:
+            self.screen.poll()
+            await asyncio.sleep(_POLL)
+
+    async def _keep_coordinator(self) -> None:
+        """Start the coordinator again where it dies; workers attach to it by themselves."""
+        assert self.coordinator is not None
+        while True:
+            ended = await self.coordinator.wait()
+            if self.code is not None or self.over.is_set():
+                return
+            await asyncio.sleep(_POLL)
+            if not await self.coordinator.restart():
+                # Its last word, EndRun, may still be on the way.
+                await asyncio.sleep(1.0)
+                self._finish(1, f"the coordinator ended with {ended}; see {self.coordinator.log}")
+                return
+            self.screen.line(f"the coordinator ended with {ended} and was started again")
+
+    # ------------------------------------------------------------------ workers
+
+    async def _start_set(self) -> None:
+        """All workers and spares of this launcher, workers first."""
+        async with self.starting:
+            await self._fork_set()
+
+    async def _fork_set(self) -> None:
+        environment = self._environment()
+        mine = self.restarts
+        for rank in [*range(self.config.workers), *[None] * self.config.spares]:
+            if self.restarts != mine:
+                return  # a restart waits for us
+            await self._start(rank, environment)
+
+    async def _start(self, rank: int | None, environment: dict[str, str] | None = None) -> None:
+        if self.code is not None:
+            return
+        number = self.started
+        self.started += 1
+        name = f"{self.config.prefix}{number}"
+        log = self.config.logs / f"{name}.log"
+        local = number % max(1, self.config.workers + self.config.spares)
+        values = {
+            **self.config.environment,
+            **(environment or self._environment()),
+            "LOCAL_RANK": str(local),
+        }
+        if rank is not None:
+            values["RANK"] = str(rank)
+        invitation = msgspec.structs.replace(
+            self.invitation, worker=name, rank=rank, log=str(log.absolute())
+        )
+        task = worker.Task(
+            invitation=invitation,
+            script=self.config.script,
+            function=self.config.function,
+            argument=self.config.argument,
+            arguments=self.config.arguments,
+            environment=values,
+            threads=self.config.threads,
+            faults=self.config.faults,
+            max_redo=self.config.max_redo,
+            rank=rank,
+            world=self.config.workers,
+        )
+        self.screen.follow(name, log)
+        child = await self.fleet.start(task)
+        if self.link is not None:
+            self.link.spawned(name, pid=child.pid)
+
+    def _environment(self) -> dict[str, str]:
+        """What torchrun sets, the same for all workers of one start."""
+        if isinstance(self.config, JoinConfig):
+            return {}
+        return {
+            "WORLD_SIZE": str(self.config.workers),
+            "LOCAL_WORLD_SIZE": str(self.config.workers),
+            "MASTER_ADDR": self.config.host,
+            "MASTER_PORT": str(_free_port(self.config.host)),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
+            "TORCHELASTIC_RUN_ID": self.invitation.run,
+        }
+
+    def _exited(self, child: Child) -> None:
+        assert self.link is not None
+        if child.code != worker.REFUSED:  # the coordinator never took it for a worker
+            self.link.exited(
+                child.name, pid=child.pid, description=child.description, code=child.code
+            )
+        self.screen.forget(child.name)
+        if self.code is not None:
+            return
+        rank = child.task.rank
+        if rank is not None and child.code != 0:
+            self.vacant.append(rank)
+        if child.code == worker.REFUSED:
+            self._spawn(self._refused(child))
+        elif child.code == worker.SPARE_FAILED:
+            self._spare_failed(child)
+        elif isinstance(self.config, JoinConfig) and not self.fleet.living:
+            self._finish(0 if child.code == 0 else 1, f"{child.name} ended: {child.description}")
+
+    async def _refused(self, child: Child) -> None:
+        """The coordinator let a worker not in: the end of the run, unless that has come already."""
+        await asyncio.sleep(_HURRY)
+        self._finish(2, _last_line(Path(child.task.invitation.log)))
+
+    def _spare_failed(self, child: Child) -> None:
+        self.failed_spares += 1
+        reason = _last_line(Path(child.task.invitation.log))
+        self.screen.line(f"spare {child.name} could not start: {reason}", kind="swap")
+        if isinstance(self.config, JoinConfig):
+            self._finish(1, f"spare {child.name} could not start: {reason}")
+
+    async def _spares(self, count: int) -> None:
+        forming = False
+        if self.vacant and self.link is not None:
+            status = await asyncio.to_thread(self.link.status)
+            forming = status.phase == "forming"
+        for _ in range(count):
+            if self.failed_spares >= _SPARE_FAILURES:
+                self.screen.line(
+                    f"no more spares are started: {self.failed_spares} failed before they joined",
+                    kind="swap",
+                )
+                return
+            # Before the run is formed a lost worker is not a shard yet: its place is simply free.
+            await self._start(self.vacant.pop(0) if forming and self.vacant else None)
+
+    async def _restart(self, reason: str) -> None:
+        """The whole set anew, for a script that cannot be swapped."""
+        self.screen.line(reason, kind="swap")
+        self.restarts += 1
+        async with self.starting:  # whoever was still being started belongs to the old set
+            for name in list(self.fleet.living):
+                self.fleet.kill(name)
+            await self.fleet.wait(seconds=self.config.timeout)
+            self.vacant.clear()
+            await self._fork_set()
+
+    # ------------------------------------------------------------------ coordinator
+
+    def _from_thread(self, function: Any, argument: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: there is nobody to tell
+            self.loop.call_soon_threadsafe(function, argument)
+
+    def _receive(self, message: control.ToLauncher) -> None:
+        match message:
+            case control.Kill():
+                self.fleet.kill(message.worker)
+            case control.WantSpare():
+                self._spawn(self._spares(message.count))
+            case control.RestartAll():
+                self._spawn(self._restart(message.reason))
+            case control.Line():
+                self.screen.line(message.text, kind=message.kind)
+            case control.EndRun():
+                self.told = True
+                if message.exit_code == 0:
+                    self.grace = _LEAVE
+                interrupted = 128 + self.number if self.interrupts else message.exit_code
+                self._finish(interrupted, message.reason)
+            case control.Attached():  # the link has dealt with it
+                pass
+
+    def _link_ended(self, reason: str | None) -> None:
+        if reason is not None:
+            self._finish(1, reason)
+
+    # ------------------------------------------------------------------ signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Generator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            with contextlib.suppress(RuntimeError, ValueError):  # not the main thread
+                self.loop.add_signal_handler(number, self._interrupt, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    self.loop.remove_signal_handler(number)
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        self.interrupts += 1
+        self.number = int(number)
+        if self.interrupts == 1 and self.link is not None and self.code is None:
+            self._spawn(self._stop_softly(number))
+        else:
+            self._finish(128 + number, f"stopped at once by {number.name}")
+
+    async def _stop_softly(self, number: signal.Signals) -> None:
+        """A durable checkpoint, then the end, within the user's time-out; else the end at once."""
+        assert self.link is not None
+        self.screen.line(
+            f"{number.name}: a checkpoint is written first; once more stops at once", kind="swap"
+        )
+        reason = f"stopped by {number.name}"
+        code = 128 + number
+        with contextlib.suppress(PlanariaError):
+            if isinstance(self.config, JoinConfig):
+                self._finish(code, reason)
+                return
+            status = await asyncio.to_thread(self.link.status, timeout=2.0)
+            if status.phase == "training":
+                body = control.SaveCheckpoint(reason=reason, then_stop=True)
+                await asyncio.to_thread(self.link.request, body)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.over.wait(), self.config.timeout)
+            if self.code is None:
+                body = control.StopRun(reason=reason, exit_code=code)
+                await asyncio.to_thread(self.link.request, body, timeout=2.0)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.over.wait(), 2.0)
+        self._finish(code, reason)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, PlanariaError):
+            self._finish(error.exit_code, str(error))
+        else:
+            self._finish(1, f"the launcher failed: {type(error).__name__}: {error}")
+
+
+def _run_at(config: JoinConfig) -> str:
+    """The id of the run that is to be joined."""
+    caller = Caller(config.address, token=config.token, tls=config.tls)
+    try:
+        body = control.Look()
+        return caller.call(control.STATUS, body, control.Status, timeout=config.timeout).run
+    finally:
+        caller.close()
+
+
+def _run_name() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _free_port(host: str) -> int:
+    """A port that was free a moment ago, for a script that makes its own store."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return lines[-1].rpartition(TRACEBACK_MARK)[2] if lines else f"{log} says nothing"

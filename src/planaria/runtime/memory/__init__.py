@@ -1,0 +1,1 @@
+"""State taken apart, captured in host buffers, and kept by peers."""

@@ -1,0 +1,207 @@
+"""What workers run in the fault tests: small training loops that leave no room for a lucky result.
+
+Each step draws from every generator that a worker has (torch's for dropout and data, NumPy's,
+Python's), each kind uses clipping and several micro-batches, and what a worker holds at the end is
+written out as tensors, so that a test compares states and not only hashes of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import planaria
+
+Kind = Literal["ddp", "fsdp", "hsdp", "single"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of :func:`main`."""
+
+    kind: Kind
+    steps: int
+    final: str
+    """Folder of what each shard holds at the end."""
+    seed: int = 0
+    micro: int = 2
+    """Micro-batches of a step."""
+    pace: float = 0.0
+    """Seconds that each step sleeps besides."""
+    checkpoint_every: int = 0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    nan_at: tuple[int, int] = (0, 0)
+    """(step, shard) whose loss is NaN; step 0: none."""
+    raise_at: tuple[int, int] = (0, 0)
+    """(step, shard) in which the script itself fails."""
+    slow_build: float = 0.0
+    """Seconds that ``build`` takes besides."""
+    slow_final: float = 0.0
+    """Seconds that the duty of ``run.final`` takes."""
+    hook: str = ""
+    """Name of a function of this module, called as ``hook(job, run, attempt)`` in each attempt."""
+
+
+class Curve:
+    """The losses so far: a part of the user's own, which a broken attempt must not lengthen."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+class Convolutional(nn.Module):
+    """BatchNorm, Dropout, LayerNorm and an odd number of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.2)
+        self.second = nn.Linear(4 * 16, 24)
+        self.third = nn.LayerNorm(24)
+        self.last = nn.Linear(24, 1)
+
+    def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
+        h_BCF = self.drop(torch.relu(self.norm(self.first(x_BF[:, None]))))
+        return self.last(torch.tanh(self.third(self.second(h_BCF.flatten(1)))))
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, 33),
+        nn.GELU(),
+        nn.Dropout(0.2),
+        nn.Linear(33, 24),
+        nn.Tanh(),
+        nn.Linear(24, 1),
+    )
+
+
+def build(job: Job) -> dict[str, Any]:
+    time.sleep(job.slow_build)
+    torch.manual_seed(job.seed)
+    model: nn.Module
+    if job.kind in ("ddp", "single"):
+        model = Convolutional()
+        if job.kind == "ddp":
+            model = DistributedDataParallel(model)
+    else:
+        model = perceptron()
+        assert isinstance(model, nn.Sequential)
+        mesh = init_device_mesh("cpu", (2, 2)) if job.kind == "hsdp" else None
+        for layer in (model[0], model[3]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rank = dist.get_rank()
+    # Workers differ in all their generators from here on.
+    torch.manual_seed(1000 * job.seed + rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9),
+        "curve": Curve(),
+    }
+
+
+def batch(job: Job, attempt: planaria.Attempt) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets from all three generators, and the ids that say which ones they were."""
+    ids = [random.randrange(10**9), int(np.random.randint(10**9)), int(torch.randint(10**9, ()))]
+    attempt.consumed(ids)
+    x_BF = torch.randn(6, 16) + float(np.random.rand()) * 0.1
+    return x_BF, x_BF.sum(1, keepdim=True).sin() + random.random() * 0.01
+
+
+def main(job: Job) -> None:
+    with planaria.join(lambda shard: build(job), on_nonfinite=job.on_nonfinite) as run:
+        for attempt in run.attempts(until=job.steps, checkpoint_every=job.checkpoint_every):
+            with attempt:
+                train(job, run, attempt)
+        run.final(lambda: finish(job, run), answer=42.0)
+
+
+def train(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    model, losses = run.model, []
+    if job.hook:
+        globals()[job.hook](job, run, attempt)
+    if job.raise_at == (attempt.step, run.shard.index):
+        raise ValueError(f"a mistake of the script's own in step {attempt.step}")
+    for micro in range(job.micro):
+        last = micro == job.micro - 1
+        x_BF, y_B1 = batch(job, attempt)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        elif isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = last
+        loss = nn.functional.mse_loss(model(x_BF), y_B1) / job.micro
+        if job.nan_at == (attempt.step, run.shard.index):
+            loss = loss * float("nan")
+        loss.backward()
+        losses.append(float(loss.detach()))
+    attempt.finite(sum(losses))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    run.curve.values.append(sum(losses))
+    attempt.log(loss=sum(losses))
+    time.sleep(job.pace)
+
+
+def finish(job: Job, run: planaria.Run) -> None:
+    """Write what this shard holds, atomically; with a collective, as an evaluation would."""
+    votes = torch.ones(())
+    dist.all_reduce(votes)
+    assert int(votes) == run.shard.world
+    time.sleep(job.slow_final)
+    target = Path(job.final) / f"{run.shard.index}.pt"
+    partial = target.with_suffix(f".{os.getpid()}")
+    torch.save(holdings(run), partial)
+    os.replace(partial, target)
+
+
+def holdings(run: planaria.Run) -> dict[str, Any]:
+    """All that this shard holds, as plain tensors and numbers."""
+    optimizer = run.optimizer
+    moments = {
+        f"{index}.{name}": _plain(value)
+        for index, parameter in enumerate(run.model.parameters())
+        for name, value in optimizer.state[parameter].items()
+    }
+    return {
+        "model": {k: _plain(v) for k, v in run.model.state_dict().items()},
+        "optimizer": moments,
+        "lr": optimizer.param_groups[0]["lr"],
+        "scheduler": run.scheduler.last_epoch,
+        "curve": list(run.curve.values),
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=True)[1].tolist(),
+        "python": list(random.getstate()[1]),
+        "step": run.step,
+    }
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.detach().clone()
