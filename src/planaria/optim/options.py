@@ -23,10 +23,10 @@ class ScapeOptions:
     buffer: str = "momentum"
     """What is sent in the frozen and moved families: the first moment, or the gradient with what
     was left out so far ("feedback")."""
-    statistic: str = "momentum"
+    statistic: str = "aged"
     """What the mask takes the largest of: the owner's own buffer, the buffer times the root of the
     steps since it was sent ("aged"), the owner's own gradient, or nothing: a fixed cycle."""
-    after_send: str = "keep"
+    after_send: str = "clear"
     """Whether a sent first moment is kept or cleared on the workers. Subtracting what was sent is
     the same as clearing, since each worker sends its own value."""
     decay: str = "moved"
@@ -36,7 +36,7 @@ class ScapeOptions:
     """Steps between two masks."""
     dense_steps: int = 0
     """First steps that are dense."""
-    step_scale: float = 0.5
+    step_scale: float = 1.0
     """Exponent p of the step's factor (1 + tau)^p for a weight that was skipped tau times."""
     scale_cap: float = 10.0
     """Largest such factor."""

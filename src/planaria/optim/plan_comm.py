@@ -34,7 +34,7 @@ class Link:
 
     mbit: float
     """Rate of one worker's link, Mbit/s."""
-    latency: float = 2e-3
+    latency: float = 1.5e-3
     """Seconds of a collective that carries next to nothing (four gloo workers on two cores)."""
     exchange_share: float = 0.75
     """Share of the rate that an all-to-all reaches: its receivers are hit by several senders."""
@@ -78,7 +78,7 @@ class Job:
     """Size of the buckets in which dense gradients leave during backward."""
     dense_arithmetic: float = 4e-3
     """Seconds of the dense optimizer per million weights of the model, buffers included."""
-    sparse_arithmetic: float = 8e-3
+    sparse_arithmetic: float = 5e-3
     """The same for a sparse step: every worker updates all of its own first moment."""
 
     def __post_init__(self) -> None:

@@ -28,12 +28,12 @@ class Rule:
     eps: float = 1e-8
     wd: float = 0.1
     decay: str = "moved"
-    step_scale: float = 0.5
+    step_scale: float = 1.0
     scale_cap: float = 10.0
     clamp_after: int = 8
     feedback: bool = False
-    clear: bool = False
-    aged: bool = False
+    clear: bool = True
+    aged: bool = True
     moved: bool = False
     outer_rate: float = 1.0
     outer_momentum: float = 0.3

@@ -45,9 +45,6 @@ def peer_worker(rank: int, world: int) -> Any:
     params = parameters()
     found["local"] = steps(LocalSteps(params, lr=1e-2, density=0.2), params, rank, range(5))
     params = parameters()
-    plain = LocalSteps(params, lr=1e-2, density=1.0, outer_rate=1.0, outer_momentum=0.0)
-    found["local_each"] = steps(plain, params, rank, range(1))
-    params = parameters()
     found["demo"] = steps(DemoLike(params, lr=1e-2, density=0.1), params, rank, range(5))
     for name, cls in CLASSES.items():
         params = parameters()
@@ -85,6 +82,12 @@ def test_peers_agree_over_workers_resume_and_reduce_to_dense() -> None:
     assert 0.04 < max(moved) < 5 * (0.01 + 0.001 * 4)
 
 
+def local_worker(rank: int, world: int) -> list[torch.Tensor]:
+    params = parameters()
+    plain = LocalSteps(params, lr=1e-2, density=1.0, outer_rate=1.0, outer_momentum=0.0)
+    return steps(plain, params, rank, range(1))
+
+
 def alone(rank: int) -> list[torch.Tensor]:
     params = parameters()
     optimizer = AdamS(params, lr=1e-2)
@@ -97,8 +100,8 @@ def alone(rank: int) -> list[torch.Tensor]:
 def test_one_local_step_is_the_mean_of_lone_steps() -> None:
     world = 3
     lone = [alone(rank) for rank in range(world)]
-    for mine in good(run(peer_worker, world)):
-        for got, *rows in zip(mine["local_each"], *lone, strict=True):
+    for mine in good(run(local_worker, world)):
+        for got, *rows in zip(mine, *lone, strict=True):
             # One rounding of a difference to the anchor, at weights below 4.
             torch.testing.assert_close(got, sum(rows) / world, rtol=0, atol=1e-6)
 
