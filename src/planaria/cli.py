@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TextIO, get_args, get_type_hints
 
 import tyro
 
@@ -224,6 +224,8 @@ class Command:
     load: Callable[[], Any]
     script: bool = False
     """Whether a script with its own arguments follows; ``main`` is then called with them."""
+    run: Callable[[Any], int] = lambda command: command.main()
+    """What is done with the parsed command; the exit code."""
 
 
 def commands() -> tuple[Command, ...]:
@@ -245,7 +247,66 @@ def commands() -> tuple[Command, ...]:
         Command(words=("status",), summary="who holds which shard of a run", load=lambda: Status),
         Command(words=("doctor",), summary="what this machine can do", load=lambda: Doctor),
         Command(words=("demo",), summary="lose a worker and nothing else", load=lambda: Demo),
+        Command(
+            words=("plan-comm",),
+            summary="what a step sends, dense and sparse, and how long that takes",
+            load=_plan_comm,
+            run=lambda command: command.run(),
+        ),
+        *(
+            Command(words=("faith", name), summary=summary, load=_faith(name), run=_run_faith)
+            for name, summary in _FAITH.items()
+        ),
     )
+
+
+_FAITH = {
+    "score": "score chains of thought for faithfulness and consistency",
+    "select": "sample chains, score them, choose, report accuracy",
+    "meta": "agreement of the scores with labels of steps",
+    "exemplars": "few-shot examples, ready to paste",
+    "view": "one page of a scored run",
+}
+
+
+def _faith(name: str) -> Callable[[], Any]:
+    def load() -> Any:
+        from planaria.faithfulness.commands import COMMANDS
+
+        return COMMANDS[name]
+
+    return load
+
+
+def _run_faith(command: Any) -> int:
+    from planaria.faithfulness.commands import execute
+
+    lines = execute(command, note=lambda line: _say(sys.stderr, line))
+    _say(sys.stdout, "\n".join(lines))
+    return 0
+
+
+def _say(stream: TextIO, line: str) -> None:
+    stream.write(line + "\n")
+
+
+def _plan_comm() -> Any:
+    from planaria.optim.commands import PlanComm
+
+    return PlanComm
+
+
+_EXTRAS = {
+    **dict.fromkeys(("transformers", "tokenizers", "torchdata", "tensorboard", "pyarrow"), "llm"),
+    **dict.fromkeys(
+        ("inspect_ai", "math_verify", "latex2sympy2_extended", "gguf", "sklearn", "jinja2"), "eval"
+    ),
+    **dict.fromkeys(
+        ("monai", "openslide", "tifffile", "skimage", "torchmetrics", "h5py", "imagehash"),
+        "pathology",
+    ),
+}
+"""Module that may be missing, and the extra that brings it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,6 +331,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"planaria: {error}\n")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if debug or extra is None:
+            raise
+        sys.stderr.write(
+            f"planaria: {error.name} is not installed; pip install 'planaria[{extra}]' brings it\n"
+        )
+        return 2
     except KeyboardInterrupt:
         if debug:
             raise
@@ -297,7 +366,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     command = _cli(kind, chosen, rest)
     if chosen.script:
         return lambda: command.main(script[0], tuple(script[1:]))
-    return command.main
+    return lambda: chosen.run(command)
 
 
 def _choose(arguments: list[str]) -> Command:

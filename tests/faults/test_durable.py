@@ -128,3 +128,20 @@ def test_a_killed_coordinator_is_survived(tmp_path: Path, calm: Callable[..., Ou
     check_equal(struck, calm(job, workers=3))
     assert [e.get("resumed", False) for e in struck.events("opened")] == [False, True]
     assert [swap["lost"] for swap in struck.summary["swaps"]] == [[0]]
+
+
+def test_coordinator_and_worker_at_once(tmp_path: Path, calm: Callable[..., Outcome]) -> None:
+    """Nobody hears of the worker until there is a coordinator again."""
+    job = Job(kind="fsdp", steps=30, final="", pace=0.05)
+
+    def script(out: Path) -> None:
+        until(lambda: committed(out) >= 3)
+        owners = owners_of(out)
+        os.kill(json.loads((out / "coordinator.json").read_text())["pid"], signal.SIGKILL)
+        hit(out, owners[1])
+
+    with beside(script, tmp_path):
+        struck = run(job, tmp_path, workers=3)
+    check_equal(struck, calm(job, workers=3))
+    assert [e.get("resumed", False) for e in struck.events("opened")] == [False, True]
+    assert [swap["lost"] for swap in struck.summary["swaps"]] == [[1]]

@@ -416,7 +416,9 @@ class Engine:
         self.domain.rest()
         if self.seat.epoch <= self.domain.epoch:
             self.seat.check()
-            self.seat.wait_newer(self.domain.epoch, self.limits.timeout)
+            # Twice: a coordinator that has just been started again gives workers one time-out to
+            # come back to it before it takes them for lost.
+            self.seat.wait_newer(self.domain.epoch, 2 * self.limits.timeout)
             clock = Clock(self._broke_at)
         clock.lap("drain")
         plan = self.recovery.settle(clock=clock)

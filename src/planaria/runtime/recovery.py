@@ -75,7 +75,7 @@ class Recovery:
                 continue
             except (AttemptBroken, CommError):
                 engine.domain.rest()
-                engine.seat.wait_newer(epoch, engine.limits.timeout)
+                engine.seat.wait_newer(epoch, 2 * engine.limits.timeout)
                 clock.lap("superseded")
                 continue
             return plan

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from planaria.errors import JoinError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import GRACE, Caller, Duplex
 from planaria.runtime.messages import Worker
+
+_LATELY = 5.0
+"""Seconds; for as long a stream may look whole after its other end has died."""
 
 
 class LauncherLink:
@@ -41,6 +45,8 @@ class LauncherLink:
         self._ended = ended
         self._patience = patience
         self._living: dict[Worker, control.Spawned] = {}
+        self._ended_lately: deque[control.Exited] = deque(maxlen=64)
+        """Told over the present stream, and again over the next."""
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self.gone: str | None = None
@@ -73,11 +79,12 @@ class LauncherLink:
         """Tell that ``worker``'s pidfd has fired."""
         with self._lock:
             self._living.pop(worker, None)
-        self._stream.send(
-            control.Exited(
-                worker=worker, pid=pid, description=description, code=code, at=time.time()
-            )
+        message = control.Exited(
+            worker=worker, pid=pid, description=description, code=code, at=time.time()
         )
+        with self._lock:
+            self._ended_lately.append(message)
+        self._stream.send(message)
 
     def request(self, body: control.Requested, *, timeout: float = 10.0) -> str:
         """Ask for a stop, a durable checkpoint or spares; what the coordinator says to it."""
@@ -94,10 +101,16 @@ class LauncherLink:
 
     def _greeting(self) -> list[control.FromLauncher]:
         with self._lock:
-            return [self._hello, *self._living.values()]
+            # What went into a stream whose other end had just died was heard by nobody; what is told
+            # twice does no harm.
+            since = time.time() - self._patience - _LATELY
+            lately = [message for message in self._ended_lately if message.at > since]
+            return [self._hello, *self._living.values(), *lately]
 
     def _take(self, message: control.ToLauncher) -> None:
         if isinstance(message, control.Attached):
+            with self._lock:
+                self._ended_lately.clear()
             self._answered.set()
             return
         if isinstance(message, control.EndRun):

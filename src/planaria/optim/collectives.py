@@ -1,0 +1,141 @@
+"""The few collectives that the optimizers use, on an ordinary ``torch.distributed`` group.
+
+Only documented calls of ``torch.distributed`` are made, so the group may be gloo's, or a handle
+whose inside is replaced. A group of one worker, or none at all, costs no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from planaria.optim import checks
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Returns when its output may be read."""
+        ...
+
+
+class Done:
+    """A collective that needed no communication."""
+
+    def wait(self) -> object:
+        """Returns at once."""
+        return True
+
+
+class Workers:
+    """The workers that share one model: a group, this worker's rank in it and its size.
+
+    ``group`` is a one-dimensional ``DeviceMesh``, a process group, or ``None`` for the default
+    group (and for a lone process where ``torch.distributed`` is not initialised).
+    """
+
+    def __init__(self, group: DeviceMesh | dist.ProcessGroup | None) -> None:
+        self._mesh: DeviceMesh | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise checks.OptionError(
+                    f"group is a mesh of {group.ndim} axes; give one axis of it, as mesh['dp']"
+                )
+            self._mesh, self.group = group, group.get_group()
+        elif group is not None:
+            self.group = group
+        elif dist.is_available() and dist.is_initialized():
+            self.group = dist.group.WORLD
+        if self.group is not None:
+            self.rank = dist.get_rank(self.group)
+            self.size = dist.get_world_size(self.group)
+            if self.rank < 0:
+                raise checks.OptionError(
+                    "this process is not a member of group; build the optimizer only on members"
+                )
+
+    def mesh(self, device_type: str) -> DeviceMesh | None:
+        """A mesh over the group, for DTensor; ``None`` where nothing is initialised."""
+        if self._mesh is None and self.group is not None:
+            self._mesh = DeviceMesh.from_group(self.group, device_type)
+        return self._mesh
+
+    def exchange(self, received_NS: Tensor, sent_NS: Tensor) -> Pending:
+        """Row r of ``sent`` goes to worker r; row r of ``received`` comes from it."""
+        if self.size == 1:
+            received_NS.copy_(sent_NS)
+            return Done()
+        return _pending(
+            dist.all_to_all_single(received_NS, sent_NS, group=self.group, async_op=True)
+        )
+
+    def gather(self, rows_NS: Tensor, row_S: Tensor) -> Pending:
+        """Row r of ``rows`` becomes the ``row`` of worker r."""
+        if self.size == 1:
+            rows_NS.view(-1).copy_(row_S.view(-1))
+            return Done()
+        return _pending(
+            dist.all_gather_single(
+                rows_NS.view(-1), row_S.contiguous().view(-1), group=self.group, async_op=True
+            )
+        )
+
+    def table(self, values: Sequence[float]) -> Tensor:
+        """The ``values`` of all workers, float64 of shape [N, len(values)], on the CPU's side."""
+        row = torch.tensor(values, dtype=torch.float64, device=self._device())
+        rows = torch.empty(self.size, len(values), dtype=torch.float64, device=row.device)
+        self.gather(rows, row).wait()
+        return rows.cpu()
+
+    def same(self, what: str, value: int, *, advice: str) -> None:
+        """Raises :class:`planaria.optim.checks.ReplicaError` everywhere if ``value`` differs.
+
+        ``value`` is below 2**52, so that a float64 carries it exactly.
+        """
+        values = self.table([float(value)])[:, 0].tolist()
+        if len(set(values)) > 1:
+            listed = ", ".join(f"{int(v):x}" for v in values)
+            raise checks.ReplicaError(f"{what} differs between workers ({listed}); {advice}")
+
+    def _device(self) -> torch.device:
+        if self.group is not None and dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def _pending(work: Pending | None) -> Pending:
+    return Done() if work is None else work
+
+
+def mean_rows(rows_NS: Tensor) -> Tensor:
+    """The mean over dim 0, summed in the order of the ranks, in place in row 0; returns that row.
+
+    The order is fixed so that every layout of the same numbers gives the same bits.
+    """
+    total_S = rows_NS[0]
+    for row_S in rows_NS[1:]:
+        total_S.add_(row_S)
+    if rows_NS.shape[0] > 1:
+        total_S.div_(rows_NS.shape[0])
+    return total_S
+
+
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """A number below 2**52 that depends on every bit of the tensors and on their order."""
+    total = 0
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        pad = -flat.numel() % 4
+        words = torch.cat([flat, flat.new_zeros(pad)]) if pad else flat
+        numbers = words.view(torch.int32).to(torch.int64)
+        weights = torch.arange(1, numbers.numel() + 1) % 65521 + 1
+        total = (total * 1000003 + int((numbers * weights).sum())) % (1 << 52)
+    return total

@@ -1,0 +1,176 @@
+"""Who owns which rows of which parameter, and where they lie in a flat buffer.
+
+Every parameter is cut along its dim 0 as ``torch.chunk`` and DTensor's ``Shard(0)`` cut it, so an
+owner's state is a DTensor that ``torch.distributed.checkpoint`` can re-shard. A bucket is a
+contiguous buffer of shape [N, S]: row r holds the parts of owner r of all its parameters, one after
+another, each padded with zeros to one length. That is also the layout in which FSDP2 hands
+gradients to a custom reduce-scatter.
+
+Shapes: N owners, S columns of one bucket, W columns of all buckets together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of one parameter in its bucket."""
+
+    index: int
+    """Position of the parameter among all parameters of the optimizer."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    rows: int
+    """Rows of dim 0 of one part, rounded up."""
+    length: int
+    """Elements of one part, padding included."""
+    offset: int
+    """First column of the parameter in its bucket."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter, without padding."""
+        return math.prod(self.shape)
+
+    def part(self, owner: int) -> tuple[int, int]:
+        """First and last-plus-one flat element of the part of one owner; equal if it is empty."""
+        begin = min(owner * self.length, self.numel)
+        return begin, min(begin + self.length, self.numel)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one group and dtype that travel together."""
+
+    group: int
+    """Position of their parameter group."""
+    dtype: torch.dtype
+    """Dtype of the parameters."""
+    dense: bool
+    """Whether the bucket is always sent whole."""
+    slots: tuple[Slot, ...]
+    """Places of the parameters, in the order of their columns."""
+    begin: int
+    """First column of the bucket among all buckets."""
+
+    @cached_property
+    def width(self) -> int:
+        """Columns S of the bucket."""
+        return sum(slot.length for slot in self.slots)
+
+    @property
+    def end(self) -> int:
+        """Last column of the bucket among all buckets, plus one."""
+        return self.begin + self.width
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All buckets, in the order in which they are sent."""
+
+    world: int
+    """Owners N."""
+    buckets: tuple[Bucket, ...]
+    """Buckets in sending order."""
+
+    @cached_property
+    def width(self) -> int:
+        """Columns W of all buckets: elements of one owner's state, padding included."""
+        return sum(bucket.width for bucket in self.buckets)
+
+    @cached_property
+    def sparse(self) -> int:
+        """Buckets that are not always sent whole; they come first."""
+        return sum(not bucket.dense for bucket in self.buckets)
+
+    @cached_property
+    def sparse_width(self) -> int:
+        """Columns of those buckets."""
+        return sum(bucket.width for bucket in self.buckets if not bucket.dense)
+
+    @cached_property
+    def place(self) -> dict[int, tuple[int, int]]:
+        """For each parameter, its bucket and its slot in that bucket."""
+        return {
+            slot.index: (b, s)
+            for b, bucket in enumerate(self.buckets)
+            for s, slot in enumerate(bucket.slots)
+        }
+
+    def digest(self) -> int:
+        """A number below 2**52 that is equal where the layout is (exact in a float64)."""
+        raw = repr((self.world, self.buckets)).encode()
+        return int.from_bytes(hashlib.sha256(raw).digest()[:8], "big") >> 12
+
+
+def build(
+    params: Sequence[tuple[int, int, Tensor]],
+    *,
+    world: int,
+    bucket_bytes: int,
+    dense: Callable[[int, int, Tensor], bool],
+) -> Layout:
+    """The layout of ``(index, group, parameter)`` triples.
+
+    Parameters are placed last to first, because backward makes gradients in that order and a bucket
+    is sent when it is full. ``dense(index, group, parameter)`` says which ones are always sent
+    whole; they get buckets of their own, behind all others.
+    """
+    filling: dict[tuple[int, torch.dtype, bool], list[Slot]] = {}
+    closed: list[tuple[tuple[int, torch.dtype, bool], list[Slot]]] = []
+    for index, group, param in reversed(params):
+        key = (group, param.dtype, dense(index, group, param))
+        slots = filling.setdefault(key, [])
+        rows = math.ceil(param.shape[0] / world)
+        length = rows * math.prod(param.shape[1:])
+        offset = slots[-1].offset + slots[-1].length if slots else 0
+        slots.append(Slot(index, tuple(param.shape), rows, length, offset))
+        if (offset + length) * world * param.element_size() >= bucket_bytes:
+            closed.append((key, filling.pop(key)))
+    closed.extend(filling.items())
+    closed.sort(key=lambda item: item[0][2])
+    buckets: list[Bucket] = []
+    begin = 0
+    for (group, dtype, is_dense), slots in closed:
+        bucket = Bucket(group, dtype, is_dense, tuple(slots), begin)
+        begin = bucket.end
+        buckets.append(bucket)
+    return Layout(world, tuple(buckets))
+
+
+def pack(flat: Tensor | None, rows: Tensor, slot: Slot) -> None:
+    """Writes a flat tensor [numel] into its columns of ``rows`` [N, S]; zeros for ``None``."""
+    block = rows[:, slot.offset : slot.offset + slot.length]
+    if flat is None:
+        block.zero_()
+        return
+    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+    block[:full].copy_(flat[: full * slot.length].view(full, slot.length))
+    if full < block.shape[0]:
+        block[full:].zero_()
+        if rest:
+            block[full, :rest].copy_(flat[full * slot.length :])
+
+
+def unpack(rows: Tensor, flat: Tensor, slot: Slot) -> None:
+    """Writes the columns of a parameter in ``rows`` [N, S] into a whole flat tensor [numel]."""
+    block = rows[:, slot.offset : slot.offset + slot.length]
+    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+    flat[: full * slot.length].view(full, slot.length).copy_(block[:full])
+    if rest:
+        flat[full * slot.length :].copy_(block[full, :rest])
+
+
+def local_shape(slot: Slot, owner: int) -> tuple[int, ...]:
+    """Shape of one owner's part of a parameter, without padding."""
+    begin = min(owner * slot.rows, slot.shape[0])
+    return (min(begin + slot.rows, slot.shape[0]) - begin, *slot.shape[1:])

@@ -1,0 +1,283 @@
+"""SCAPE: AdamS, cut over the workers, that sends a small share of moments and weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import ParamsT
+
+from planaria.optim import checks, portable
+from planaria.optim.adams import DEFAULT_BETAS, DEFAULT_DECAY, DEFAULT_EPS
+from planaria.optim.base import (
+    BUCKET_BYTES,
+    OwnedOptimizer,
+    load_groups,
+    read_closure,
+    require_same_start,
+    trained,
+)
+from planaria.optim.buckets import Buckets, master_dtype
+from planaria.optim.collectives import Workers
+from planaria.optim.drift import Drift
+from planaria.optim.frozen import Frozen
+from planaria.optim.layout import build
+from planaria.optim.options import ScapeOptions
+
+
+class Scape(OwnedOptimizer):
+    """AdamS that sends ``density`` of the weights each step; at density 1 it is dense AdamS.
+
+    All workers of ``group`` must build it with the same parameters in the same state; they check
+    that. ``step()`` is a collective call.
+
+    - Parameters of at most ``dense_ndim`` dimensions, and of groups with ``"dense": True``, are
+      always sent whole (norms and biases by default; see :func:`planaria.optim.param_groups`).
+    - ``dense_steps`` first steps are dense: a count, or a share of ``total_steps``.
+    - ``max_norm`` clips; in a sparse step by the root mean square of the workers' own norms, since
+      the mean gradient is nowhere known.
+    - A gradient that is ``None`` counts as zero, on one worker or on all.
+    - float16 and bfloat16 weights have float32 masters.
+    - ``unsent="local"``: replicas differ between averagings, ``replicas_equal`` is False, and the
+      model to evaluate and to save is the mean (:meth:`mean_model`).
+    - Further keywords are the fields of :class:`planaria.optim.ScapeOptions`.
+
+    ``state_dict()`` holds this worker's own state to the bit; :meth:`portable_state_dict` the state
+    that ``torch.distributed.checkpoint`` saves and loads at any number of workers.
+
+    Errors: :class:`~planaria.optim.checks.OptionError`,
+    :class:`~planaria.optim.checks.ReplicaError`,
+    :class:`~planaria.optim.checks.GradientError`. Source: arXiv 2607.01678 where it says,
+    else our choice; ``docs/design/optim.md`` tells which.
+
+    >>> layer = torch.nn.Linear(64, 64)
+    >>> optimizer = Scape(layer.parameters(), lr=1e-3, density=0.1)
+    >>> layer(torch.ones(2, 64)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float | Tensor = 1e-3,
+        group: DeviceMesh | dist.ProcessGroup | None = None,
+        density: float = 0.01,
+        betas: tuple[float, float] = DEFAULT_BETAS,
+        eps: float = DEFAULT_EPS,
+        weight_decay: float = DEFAULT_DECAY,
+        dense_steps: float = 0,
+        total_steps: int | None = None,
+        dense_ndim: int = 1,
+        max_norm: float | None = None,
+        nonfinite: str = "raise",
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
+        **choices: Any,
+    ) -> None:
+        checks.number("bucket_bytes", bucket_bytes, low=1)
+        self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
+        self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
+        self.norm = math.nan
+        self.options = ScapeOptions(
+            density=density,
+            dense_steps=checks.steps("dense_steps", dense_steps, total=total_steps),
+            **choices,
+        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "dense": False})
+        for own in self.param_groups:
+            checks.number("lr", float(own["lr"]), low=0.0)
+            checks.betas(own["betas"])
+            checks.number("eps", own["eps"], low=0.0)
+            checks.number("weight_decay", own["weight_decay"], low=0.0)
+        self.workers = Workers(group)
+        self._params, chosen = trained(self)
+        layout = build(
+            chosen,
+            world=self.workers.size,
+            bucket_bytes=bucket_bytes,
+            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
+        )
+        self._check_params([p for _, _, p in chosen])
+        require_same_start(self.workers, layout, self._params)
+        self.buckets = Buckets(layout, self._params, self.workers, overlap=overlap)
+        family = Drift if self.options.unsent == "local" else Frozen
+        with torch.no_grad():
+            self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
+        self.count = torch.zeros((), dtype=torch.int64)
+        self._fill_state()
+        self.buckets.active = self.is_dense(0)
+        self.seal()
+
+    def _check_params(self, params: list[Tensor]) -> None:
+        dtypes = sorted({str(master_dtype(p.dtype)) for p in params})
+        if len(dtypes) > 1:
+            raise checks.OptionError(
+                f"parameters are updated in {' and '.join(dtypes)}; give them one of the two, "
+                "or build one optimizer for each"
+            )
+        for index, param in enumerate(params):
+            if not param.is_contiguous():
+                raise checks.OptionError(
+                    f"trained parameter {index} is not contiguous, and single weights are written "
+                    "into it; make it contiguous before the optimizer is built"
+                )
+        half = any(master_dtype(p.dtype) != p.dtype for p in params)
+        if half and self.options.decay == "all":
+            raise checks.OptionError(
+                "decay is 'all' and a parameter is of half precision, where a step's decay is "
+                "rounded away; use decay='lazy'"
+            )
+
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether all workers hold the same weights between steps."""
+        return self.family.replicas_equal
+
+    def is_dense(self, step: int) -> bool:
+        """Whether a step, counted from 0, is dense."""
+        return not self.options.sparse or step < self.options.dense_steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on all workers; returns the closure's loss, if one is given."""
+        loss = read_closure(closure)
+        step = int(self.count)
+        moved = self._dense_step(step) if self.is_dense(step) else self._sparse_step(step)
+        self.buckets.finish()
+        if moved:
+            self.count.add_(1)
+        self.buckets.active = self.is_dense(int(self.count))
+        return loss
+
+    def _digest(self, step: int) -> int:
+        every = self.options.check_every
+        return self.family.digest() if every and step % every == 0 and step else 0
+
+    def _dense_step(self, step: int) -> bool:
+        digest = self._digest(step)
+        grads = self.buckets.reduced()
+        agreed = self.agree(grads, digest=digest)
+        if agreed.changed:
+            grads = self.buckets.resend()
+            agreed = self.agree(grads, digest=digest)
+        self._compare(agreed.digests, step)
+        if not self.accept(agreed):
+            return False
+        factor = self.clip(agreed.norm)
+        if factor is not None:
+            for grad in grads:
+                grad.mul_(factor)
+        self.family.dense_step(step, grads, factor, before_sparse=not self.is_dense(step + 1))
+        return True
+
+    def _sparse_step(self, step: int) -> bool:
+        for b in range(len(self.buckets.layout.buckets)):
+            self.buckets.fill(b)
+        agreed = self.agree(self.buckets.sent, digest=self._digest(step))
+        self._compare(agreed.digests, step)
+        agreed.square /= self.workers.size
+        if not self.accept(agreed):
+            return False
+        factor = self.clip(agreed.norm)
+        if factor is not None:
+            for sent in self.buckets.sent:
+                sent.mul_(factor)
+        self.family.sparse_step(step)
+        return True
+
+    def _compare(self, digests: list[int], step: int) -> None:
+        if len(set(digests)) > 1:
+            listed = ", ".join(f"{digest:x}" for digest in digests)
+            raise checks.ReplicaError(
+                f"before step {step} masks or weights differ between workers ({listed}); "
+                "something else than the optimizer changed them: restore a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def mean_model(self) -> Generator[None]:
+        """Inside it the parameters hold the mean over the workers; entering is collective."""
+        if isinstance(self.family, Frozen):
+            yield
+            return
+        with torch.no_grad():
+            order = [self._params[index] for index in self.buckets.layout.place]
+            kept = [p.detach().clone() for p in order]
+            for param, mean in zip(order, self.family.mean_weights(), strict=True):
+                param.copy_(mean)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for param, own in zip(order, kept, strict=True):
+                    param.copy_(own)
+
+    def _fill_state(self) -> None:
+        self.state["scape"] = {"count": self.count, **self.family.tensors()}  # type: ignore[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's format, with this worker's own state to the bit under ``state["scape"]``.
+
+        Waits for the mask under way. Tensors are live; they only fit the same number of workers.
+        """
+        self._fill_state()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores in place, bit by bit, what ``state_dict`` gave on the same rank.
+
+        Errors: :class:`planaria.optim.checks.StateError` for other parameters, another family
+        or another number of workers.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        self.buckets.drop()
+        self.family.settle()
+        saved = state_dict["state"].get("scape")
+        here: dict[str, Tensor] = {"count": self.count, **self.family.tensors()}
+        if saved is None or set(saved) != set(here):
+            found = sorted(saved) if saved else "nothing"
+            raise checks.StateError(
+                f"the saved state holds {found} and Scape(unsent={self.options.unsent!r}) needs "
+                f"{sorted(here)}; load a state that Scape made with the same options"
+            )
+        for key, tensor in here.items():
+            if saved[key].shape != tensor.shape:
+                raise checks.StateError(
+                    f"the saved {key!r} has {tuple(saved[key].shape)} elements and this model over "
+                    f"{self.workers.size} workers needs {tuple(tensor.shape)}; load a state of the "
+                    "same model and number of workers, or use load_portable_state_dict"
+                )
+        load_groups(self.param_groups, state_dict["param_groups"])
+        for key, tensor in here.items():
+            tensor.copy_(saved[key])
+        self._restored()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _restored(self) -> None:
+        self.family.loaded()
+        self.buckets.active = self.is_dense(int(self.count))
+
+    @torch.no_grad()
+    def portable_state_dict(self) -> dict[str, Any]:
+        """State of the parameters' shapes as DTensors, for any number of workers; collective.
+
+        Workers' own first moments are saved as their mean, which is all that later steps depend on.
+        """
+        return portable.save(self)
+
+    @torch.no_grad()
+    def load_portable_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`portable_state_dict` gave, at any number of workers; collective."""
+        self.buckets.drop()
+        portable.load(self, state_dict)
+        self._restored()
