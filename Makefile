@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "$(PYTHON) cannot make a virtual environment; install its venv package" \
 	    "(Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llm,eval,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llm,eval,pathology,dev]'
 	@touch $@
 
 demo: $(STAMP)

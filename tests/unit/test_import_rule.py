@@ -29,7 +29,9 @@ FREE = {"cli", "demo"}
 TORCHLESS = (
     "planaria.cli",
     "planaria.errors",
+    "planaria.recipes.gleason",
     "planaria.recipes.llm",
+    "planaria.recipes.metastasis",
     "planaria.runtime.launch.config",
     "planaria.runtime.coordinator",
     "planaria.runtime.launch.doctor",
