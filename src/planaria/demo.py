@@ -12,6 +12,7 @@ from typing import Any
 
 from planaria.errors import RunError, UserError
 from planaria.recipes.llm import LlmConfig, demo, prepare
+from planaria.runtime.coordinator import lock
 from planaria.runtime.coordinator.journal import JOURNAL_FILE
 from planaria.runtime.coordinator.summary import SUMMARY_FILE
 from planaria.runtime.launch.config import for_recipe
@@ -70,6 +71,7 @@ def show(*, out: Path, json_file: Path | None = None, steps: int = 40) -> int:
 
 
 def _train(recipe: LlmConfig, *, faults: tuple[str, ...]) -> None:
+    lock.check(recipe.out)
     if (recipe.out / JOURNAL_FILE).exists():  # of an earlier demo
         shutil.rmtree(recipe.out)
     code = launch(

@@ -1,6 +1,7 @@
 """Durable checkpoints: the whole run on disk, by ``torch.distributed.checkpoint``, beside training.
 
-One folder per generation below ``OUT/checkpoints``. Workers write into ``step-N.partial``; the
+One folder per generation below ``OUT/checkpoints``. Workers write into ``step-N.eE.partial``, E
+being their epoch; the
 coordinator, and nobody else, renames it to ``step-N`` once every shard has said that its part is
 there, so that a folder without ``.partial`` is complete and a fenced worker can publish nothing.
 
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 
 from planaria.comm import buckets
 from planaria.comm.buckets import ddp_modules
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, CommError
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
 from planaria.runtime.memory.parts import Parts
 from planaria.runtime.memory.restoring import leave_iteration
@@ -61,8 +62,11 @@ class DurableCheckpoints:
         self._group = group
         self._running: threading.Thread | None = None
 
-    def save(self, generation: int, told: Callable[[int, str | None, float], None]) -> float:
-        """Begin to write ``generation``; returns the seconds that the training thread has waited.
+    def save(
+        self, generation: int, told: Callable[[int, str | None, float], None], *, epoch: int
+    ) -> float:
+        """Begin to write ``generation`` as a member of ``epoch``; returns the seconds that the
+        training thread has waited.
 
         Waits first for one that is still being written. ``told(generation, error, seconds)`` is
         called from another thread when this worker's part is complete on disk, or has failed.
@@ -72,7 +76,7 @@ class DurableCheckpoints:
         for ddp in ddp_modules(self._parts.modules).values():
             # Now, as the next forward would: what is resumed from here goes on with that cut.
             buckets.settle(ddp)
-        path = partial_path(self._out, generation)
+        path = partial_path(self._out, generation, epoch=epoch)
         try:
             path.mkdir(parents=True, exist_ok=True)
             future = dcp.async_save(
@@ -132,8 +136,8 @@ class DurableCheckpoints:
             dcp.load(
                 state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None
             )
-        except CheckpointError:
-            raise
+        except (CheckpointError, CommError):
+            raise  # a peer was lost meanwhile: the checkpoint is good
         except Exception as error:
             raise CheckpointError(
                 f"checkpoint {path} cannot be read: {_first_line(error)}; it was written by a run with "

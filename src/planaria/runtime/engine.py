@@ -66,6 +66,8 @@ class Engine:
         """The state in the model is that of this generation; None before the first build is done."""
         self.dirty = False
         """An optimizer has begun to change that state."""
+        self.untouched = False
+        """Nothing has run since ``generation`` was reached, so not even small parts have moved."""
         self.started = False
         """The first plan was carried out: there are captures to go back to."""
         self.finished = False
@@ -108,7 +110,7 @@ class Engine:
         member.on(Assign, self.seat.assigned)
         member.on(Break, self._on_break)
         member.on(Plan, self._on_plan)
-        member.on(Released, self._on_released)
+        member.on(Released, lambda message: None)
         member.on(AllCommitted, self._on_committed)
         member.on(Hold, self._on_hold)
         member.on(SaveDurable, self.seat.asked_to_save)
@@ -128,16 +130,8 @@ class Engine:
 
     def _on_break(self, message: Break) -> None:
         self._broke_at = time.monotonic()
+        self._leave_epoch(message.epoch, message.reason)
         self.seat.broke(message)
-        self.context.data.set_epoch(message.epoch)
-        # It goes on shutting sockets until the training thread stands still; a newer order must not
-        # wait for that.
-        threading.Thread(
-            target=self.domain.supersede,
-            args=(message.epoch, message.reason),
-            name="planaria-free",
-            daemon=True,
-        ).start()
 
     def _on_plan(self, message: Plan) -> None:
         if self.seat.assignment is None and message.generation is not None:
@@ -146,13 +140,12 @@ class Engine:
             return
         self.seat.planned(message)
 
-    def _on_released(self, message: Released) -> None:
-        if hasattr(self, "protection"):
-            self.protection.release()
-
     def _on_committed(self, message: AllCommitted) -> None:
-        self.context.data.buffers.announce(message.generation)
-        self.context.data.held.announce(message.generation)
+        self.context.data.buffers.announce(message.generation, epoch=message.epoch)
+        self.context.data.held.announce(message.generation, epoch=message.epoch)
+        if hasattr(self, "protection") and message.epoch == self.domain.epoch:
+            # Every shard is held twice in this epoch: what was kept for former ones can go.
+            self.protection.release()
         self.seat.all_committed(message)
 
     def _on_hold(self, message: Hold) -> None:
@@ -169,12 +162,18 @@ class Engine:
         self._leave_collectives(reason)
 
     def _leave_collectives(self, reason: str) -> None:
-        self.context.data.set_epoch(self.seat.epoch + 1)
+        self._leave_epoch(self.seat.epoch + 1, reason)
+
+    def _leave_epoch(self, epoch: int, reason: str) -> None:
+        """Free the training thread from everything older than ``epoch``.
+
+        Before it can hear of the epoch, so that it finds nothing of the old one alive; then sockets
+        are shut until it stands still, on a thread of its own: a newer order must not wait for that.
+        """
+        self.domain.overtake(epoch, reason)
+        self.context.data.set_epoch(epoch)
         threading.Thread(
-            target=self.domain.supersede,
-            args=(self.seat.epoch + 1, reason),
-            name="planaria-free",
-            daemon=True,
+            target=self.domain.supersede, args=(epoch, reason), name="planaria-free", daemon=True
         ).start()
 
     # ------------------------------------------------------------------ becoming an owner
@@ -204,8 +203,10 @@ class Engine:
                     return True
             except (AttemptBroken, CommError):
                 self.domain.rest()
+            # The keys of that epoch are used: nothing can be built in it again.
+            self.seat.wait_newer(plan.epoch, 2 * self.limits.timeout)
             self._forget()
-            self._build_alone(plan.epoch)
+            self._build_alone(self.seat.epoch)
 
     def _build_together(self, epoch: int) -> bool:
         """Build over living groups, with all other owners; False where one was lost meanwhile."""
@@ -365,9 +366,10 @@ class Engine:
     def commit(self, step: int, *, seconds: float) -> None:
         """The attempt of ``step`` has succeeded here: its state is generation ``step``."""
         self.domain_check()
-        self.generation, self.dirty = step, False
+        self.generation, self.dirty, self.untouched = step, False, True
+        self._versions = self.parts.versions()
         if self.protects(step):
-            self.waited += self.protection.capture(step, wait=self.limits.timeout)
+            self.waited += self.protection.capture(step, epoch=self.domain.epoch)
         self._versions = self.parts.versions()
         self.member.send(
             Progress(
@@ -405,7 +407,7 @@ class Engine:
             )
 
         self.member.send(Progress(epoch=epoch, step=self.attempting, phase="checkpoint"))
-        self.durable.save(generation, told)
+        self.durable.save(generation, told, epoch=epoch)
         self.member.send(Progress(epoch=epoch, step=self.attempting, phase="step"))
 
     # ------------------------------------------------------------------ recovery
@@ -421,18 +423,25 @@ class Engine:
             self.seat.wait_newer(self.domain.epoch, 2 * self.limits.timeout)
             clock = Clock(self._broke_at)
         clock.lap("drain")
-        plan = self.recovery.settle(clock=clock)
-        self._broke_at = 0.0
-        for callback in self.on_swap:
-            callback()
-        return plan
+        while True:
+            plan = self.recovery.settle(clock=clock)
+            self._broke_at = 0.0
+            try:
+                for callback in self.on_swap:
+                    callback()
+            except (AttemptBroken, CommError):
+                self.domain.rest()
+                self.seat.wait_newer(self.domain.epoch, 2 * self.limits.timeout)
+                clock = Clock(self._broke_at or time.monotonic())
+                continue
+            return plan
 
     def ddp_modules(self) -> dict[str, Any]:
         return ddp_modules(self.parts.modules)
 
     def stand_at(self, generation: int, plan: Plan) -> None:
         """The parts hold ``generation``; from here on captures go to the plan's holder."""
-        self.generation, self.dirty = generation, False
+        self.generation, self.dirty, self.untouched = generation, False, True
         self.attempting = generation
         # Alike on all workers, a new owner's included, or some would write what others do not. What
         # was being written when the epoch ended is given up, so it is written again.
@@ -440,7 +449,7 @@ class Engine:
         self.seat.go_back_to(generation)
         self.started = True
         if generation not in self.protection.captured():
-            self.protection.capture(generation, wait=self.limits.timeout)
+            self.protection.capture(generation, epoch=plan.epoch)
             self.protection.wait_copied()
         self._versions = self.parts.versions()
         self.protection.direct(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import statistics
@@ -35,7 +36,7 @@ from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
 from planaria.runtime.control.member import Member, Whereabouts
-from planaria.runtime.coordinator import journal, publish
+from planaria.runtime.coordinator import journal, lock, publish
 from planaria.runtime.coordinator.status import show, status
 from planaria.runtime.coordinator.summary import read_summary
 from planaria.runtime.launch.config import contact
@@ -334,7 +335,7 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
         epoch = train(a, b)
 
         def save(generation: int, error: str | None = None) -> None:
-            folder = publish.partial_path(tmp_path, generation)
+            folder = publish.partial_path(tmp_path, generation, epoch=epoch)
             folder.mkdir(parents=True)
             for shard, one in enumerate((a, b)):
                 (folder / f"{shard}.distcp").write_bytes(b"x")
@@ -358,7 +359,7 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
         assert failed.generation == 8
         assert failed.reason == "shard 1 could not write the durable checkpoint"
         assert publish.published(tmp_path) == [4, 6]
-        assert not publish.partial_path(tmp_path, 8).exists()
+        assert not publish.partial_path(tmp_path, 8, epoch=epoch).exists()
         saved = process.entries(journal.DurableSaved)
         assert [(entry.generation, entry.seconds) for entry in saved] == [
             (2, 0.5),
@@ -444,7 +445,7 @@ def test_members_go_on_when_their_coordinator_is_killed_and_started_again(tmp_pa
             a.commit(epoch, 0, generation)
             b.commit(epoch, 1, generation)
         wait_for(lambda: status(tmp_path).generation == 2 or None)
-        publish.partial_path(tmp_path, 2).mkdir(parents=True)
+        publish.partial_path(tmp_path, 2, epoch=epoch).mkdir(parents=True)
         for shard, one in enumerate((a, b)):
             one.member.send(messages.Durable(epoch=epoch, shard=shard, generation=2))
         wait_for(lambda: process.entries(journal.DurableSaved))
@@ -661,3 +662,28 @@ def test_a_living_coordinator_is_not_taken_over(plain: CoordinatorProcess) -> No
         f"the coordinator of {plain.out} is alive (pid {plain.process.pid}); "
         "end it before another takes over\n"
     )
+
+
+def test_a_full_disk_ends_the_run_and_hangs_nobody(tmp_path: Path) -> None:
+    with coordinator(tmp_path, "--world", "1") as process:
+        a = Here(process.ready(), "a")
+        resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (0, 0))
+        a.member.send(messages.Ready())
+        assert process.process.wait(15) == 1
+        wait_for(lambda: [m for m in a.told if isinstance(m, messages.Stop)] or a.member.gone)
+        a.member.close()
+        line = f"journal {tmp_path}/journal.jsonl cannot be written: File too large"
+        assert line in process.errors()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    with coordinator(tmp_path, "--world", "1") as process:
+        other = CoordinatorProcess(tmp_path, "--world", "1")
+        assert other.process.wait(15) == 2
+        pid = process.process.pid
+        line = f"a run lives in {tmp_path} (pid {pid}): choose another --out"
+        assert other.errors() == line + "\n"
+        other.close()
+        with pytest.raises(UserError, match="a run lives in"):
+            lock.check(tmp_path)
+    lock.check(tmp_path)

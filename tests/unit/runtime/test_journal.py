@@ -212,3 +212,15 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         book.write(opened())
     with pytest.raises(OSError, match="No space left"):
         book.close()
+
+
+def test_numbers_that_are_not_finite_can_be_read_again(tmp_path: Path) -> None:
+    book = Journal(tmp_path / journal.JOURNAL_FILE)
+    book.write(opened(world=1))
+    values = {"loss": math.nan, "top": math.inf, "low": -math.inf, "lr": 0.5}
+    book.write(journal.Scalars(worker="w0", shard=0, step=1, values=journal.as_numbers(values)))
+    book.close()
+    final = write_summary(tmp_path).final
+    assert math.isnan(final["loss"])
+    assert (final["top"], final["low"], final["lr"]) == (math.inf, -math.inf, 0.5)
+    assert read_summary(tmp_path).final["top"] == math.inf

@@ -297,7 +297,7 @@ def test_a_published_checkpoint_saves_what_memory_lost():
     run = training().durable(4, 0, 1)
     assert run.actions == ()
     run.durable(4, 2)
-    assert run.did(Publish) == [Publish(generation=4)]
+    assert run.did(Publish) == [Publish(generation=4, epoch=1)]
     run.feed(Published(4))
     holder = run.state.holders[1]
     run.feed(Lost("w1", reason="x")).feed(Lost(holder, reason="y"))
@@ -309,11 +309,13 @@ def test_a_published_checkpoint_saves_what_memory_lost():
 def test_a_durable_checkpoint_that_cannot_be_complete_is_discarded():
     run = training().durable(4, 0).durable(4, 1, error="disk full").durable(4, 2)
     assert run.did(Discard) == [
-        Discard(generation=4, reason="shard 1 could not write the durable checkpoint")
+        Discard(generation=4, epoch=1, reason="shard 1 could not write the durable checkpoint")
     ]
     run.durable(5, 0).feed(Lost("w1", reason="x"))
     assert run.did(Discard) == [
-        Discard(generation=5, reason="epoch 2 began before it was complete", superseded=True)
+        Discard(
+            generation=5, epoch=1, reason="epoch 2 began before it was complete", superseded=True
+        )
     ]
     assert run.state.durable is None
 

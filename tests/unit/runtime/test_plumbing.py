@@ -117,23 +117,25 @@ def test_keys_are_bounded_and_belong_to_one_epoch() -> None:
 
 def test_a_checkpoint_counts_once_it_is_published(tmp_path: Path) -> None:
     assert publish.published(tmp_path) == []
-    publish.partial_path(tmp_path, 1).mkdir(parents=True)
+    publish.partial_path(tmp_path, 1, epoch=1).mkdir(parents=True)
     assert publish.published(tmp_path) == []
-    path = publish.publish(tmp_path, 1, run="r", world=2, keep=2)
+    path = publish.publish(tmp_path, 1, epoch=1, run="r", world=2, keep=2)
     assert (path, publish.published(tmp_path)) == (publish.complete_path(tmp_path, 1), [1])
     assert '"generation": 1' in (path / publish.COMPLETE).read_text()
     (publish.complete_path(tmp_path, 7)).mkdir()
     assert publish.published(tmp_path) == [1], "a folder without its mark is not complete"
     with pytest.raises(CheckpointError) as caught:
-        publish.publish(tmp_path, 3, run="r", world=2, keep=2)
+        publish.publish(tmp_path, 3, epoch=1, run="r", world=2, keep=2)
     assert str(caught.value) == (
         f"durable checkpoint {tmp_path}/checkpoints/step-3 cannot be published: No such file or "
-        f"directory ({tmp_path}/checkpoints/step-3.partial/complete.json); the older ones are "
+        f"directory ({tmp_path}/checkpoints/step-3.e1.partial/complete.json); the older ones are "
         "still there, free space for the next"
     )
     # The same generation once more, after a recovery: the newer one counts.
-    partial = publish.partial_path(tmp_path, 1)
+    partial = publish.partial_path(tmp_path, 1, epoch=1)
     partial.mkdir()
     (partial / "new").touch()
-    publish.publish(tmp_path, 1, run="r", world=2, keep=2)
+    publish.publish(tmp_path, 1, epoch=1, run="r", world=2, keep=2)
     assert (path / "new").exists()
+    # What a fenced worker of an older epoch writes goes into a folder of its own.
+    assert publish.partial_path(tmp_path, 1, epoch=2) != partial

@@ -77,7 +77,7 @@ class Chronicle:
     def scalars(self, worker: str, shard: int | None, message: messages.Scalar) -> None:
         """Numbers of a committed step."""
         entry = journal.Scalars(
-            worker=worker, shard=shard, step=message.step, values=message.values
+            worker=worker, shard=shard, step=message.step, values=journal.as_numbers(message.values)
         )
         self.book.write(entry)
         if shard == 0:
@@ -124,7 +124,7 @@ class Chronicle:
                 generation=message.generation,
                 state_digest=message.state_digest,
                 samples_digest=message.samples_digest,
-                result=message.result,
+                result=journal.as_numbers(message.result),
             )
         )
 

@@ -26,7 +26,7 @@ from planaria.runtime.coordinator.chores import Chores
 from planaria.runtime.coordinator.chronicle import Chronicle
 from planaria.runtime.coordinator.crowd import Crowd, Encoded, Session
 from planaria.runtime.coordinator.inbound import event_of
-from planaria.runtime.coordinator.keys import EpochKeys
+from planaria.runtime.coordinator.keys import EpochKeys, answer
 from planaria.runtime.coordinator.saving import Saving
 from planaria.runtime.coordinator.service import Outbox
 from planaria.runtime.coordinator.standing import standing
@@ -187,22 +187,7 @@ class ControlDesk:
 
     async def answer(self, body: Any) -> msgspec.Struct:
         """Answer Put, Get, GetMany, Add or Check."""
-        match body:
-            case control.Put():
-                self.keys.put(body.epoch, body.key, body.value)
-                return control.Done()
-            case control.Get():
-                found = await self.keys.get(body.epoch, (body.key,), timeout=body.timeout)
-                return control.Values(values=found)
-            case control.GetMany():
-                found = await self.keys.get(body.epoch, body.keys, timeout=body.timeout)
-                return control.Values(values=found)
-            case control.Add():
-                return control.Counter(value=self.keys.add(body.epoch, body.key, body.amount))
-            case control.Check():
-                return control.Present(present=self.keys.check(body.epoch, body.keys))
-            case _:
-                raise AssertionError(f"{type(body).__name__} is no question about keys")
+        return await answer(self.keys, body)
 
     def inject(self, body: control.Inject) -> control.Done:
         """Write a fault to the journal before it fires."""
@@ -469,7 +454,7 @@ class ControlDesk:
                     action.seconds, lambda: self.apply(events.SpareTimedOut(epoch=epoch))
                 )
             case events.Publish():
-                self._chores.spawn(self._saving.publish(action.generation))
+                self._chores.spawn(self._saving.publish(action))
             case events.Discard():
                 self._chores.spawn(self._saving.discard(action))
             case events.Record():
@@ -483,18 +468,17 @@ class ControlDesk:
             launcher.tell(control.WantSpare(count=count))
 
     def _end(self, action: events.EndRun) -> None:
-        self._book.write(journal.Ended(exit_code=action.exit_code, reason=action.reason), sync=True)
-        self._write_summary()
-        self.crowd.tell_launchers(control.EndRun(exit_code=action.exit_code, reason=action.reason))
-        for worker in list(self.crowd.sessions):
-            self.crowd.end(worker)
-        if not self.over.done():
-            self.over.set_result(action.exit_code)
-
-    def _write_summary(self) -> None:
+        code, reason = action.exit_code, action.reason
         try:
+            self._book.write(journal.Ended(exit_code=code, reason=reason), sync=True)
             self._chronicle.over(summary.write_summary(self.out))
         except Exception as error:
-            # Whatever is wrong with a summary, the run has to end.
+            # Whatever is wrong with journal or summary, the run has to end.
             self._chronicle.say(f"no summary was written: {error}", kind="error")
             traceback.print_exception(error)
+        finally:
+            self.crowd.tell_launchers(control.EndRun(exit_code=code, reason=reason))
+            for worker in list(self.crowd.sessions):
+                self.crowd.end(worker)
+            if not self.over.done():
+                self.over.set_result(code)

@@ -6,11 +6,13 @@ of the coordinator's machine, from which all durations are computed. Seconds and
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from types import MappingProxyType
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -18,6 +20,27 @@ from planaria.errors import DataError, RunError
 from planaria.runtime.messages import Shard, Worker
 
 JOURNAL_FILE = "journal.jsonl"
+
+_NOT_FINITE: Mapping[str, Literal["nan", "inf", "-inf"]] = MappingProxyType(
+    {"nan": "nan", "inf": "inf", "-inf": "-inf"}
+)
+
+
+Numbers = dict[str, float | Literal["nan", "inf", "-inf"]]
+"""Numbers by name; what is not finite is text, because JSON has no number for it."""
+
+
+def as_numbers(values: Mapping[str, float]) -> Numbers:
+    """``values`` as a line holds them."""
+    return {
+        name: value if math.isfinite(value) else _NOT_FINITE[repr(float(value))]
+        for name, value in values.items()
+    }
+
+
+def as_floats(values: Numbers) -> dict[str, float]:
+    """The numbers that :func:`as_numbers` was given."""
+    return {name: float(value) for name, value in values.items()}
 
 
 def _snake(name: str) -> str:
@@ -156,7 +179,7 @@ class AllCommitted(Entry, frozen=True):
 class Scalars(Entry, frozen=True):
     worker: Worker
     step: int
-    values: dict[str, float]
+    values: Numbers
     shard: Shard | None = None
 
 
@@ -177,7 +200,7 @@ class ShardFinished(Entry, frozen=True):
     generation: int
     state_digest: str
     samples_digest: str
-    result: dict[str, float] = {}
+    result: Numbers = {}
 
 
 class Decided(Entry, frozen=True):

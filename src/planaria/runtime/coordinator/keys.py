@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from planaria.errors import CommError, EpochSuperseded, UserError
+from planaria.runtime.control import protocol as control
 
 MAX_BYTES = 256 << 20
 """Keys and values of one epoch; addresses and the like stay far below. Our choice."""
@@ -64,6 +68,8 @@ class EpochKeys:
                         self._check(epoch)
         except TimeoutError:
             missing = [key for key in keys if key not in self._values]
+            if not missing:  # the last one came in the same turn of the loop
+                return tuple(self._values[key] for key in keys)
             raise CommError(
                 f"{len(missing)} of {len(keys)} keys of epoch {epoch} did not come within "
                 f"{timeout:g} s, {missing[0]!r} first; a member is late or lost"
@@ -89,6 +95,26 @@ class EpochKeys:
     def _check(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise _superseded(epoch, self.epoch)
+
+
+async def answer(keys: EpochKeys, body: Any) -> msgspec.Struct:
+    """Answer Put, Get, GetMany, Add or Check out of ``keys``."""
+    match body:
+        case control.Put():
+            keys.put(body.epoch, body.key, body.value)
+            return control.Done()
+        case control.Get():
+            found = await keys.get(body.epoch, (body.key,), timeout=body.timeout)
+            return control.Values(values=found)
+        case control.GetMany():
+            found = await keys.get(body.epoch, body.keys, timeout=body.timeout)
+            return control.Values(values=found)
+        case control.Add():
+            return control.Counter(value=keys.add(body.epoch, body.key, body.amount))
+        case control.Check():
+            return control.Present(present=keys.check(body.epoch, body.keys))
+        case _:
+            raise AssertionError(f"{type(body).__name__} is no question about keys")
 
 
 def _superseded(old: int, new: int) -> EpochSuperseded:

@@ -76,10 +76,11 @@ class Saving:
         slowest = self._seconds.get(message.generation, 0.0)
         self._seconds[message.generation] = max(slowest, message.seconds)
 
-    async def publish(self, generation: int) -> None:
+    async def publish(self, action: events.Publish) -> None:
         """All parts are there: rename the folder, tell membership."""
+        generation, epoch = action.generation, action.epoch
         seconds = self._seconds.pop(generation, 0.0)
-        if not publish.partial_path(self._out, generation).exists() and (
+        if not publish.partial_path(self._out, generation, epoch=epoch).exists() and (
             generation in publish.published(self._out)
         ):
             # Said again by members to a coordinator that was started again.
@@ -90,6 +91,7 @@ class Saving:
                 publish.publish,
                 self._out,
                 generation,
+                epoch=epoch,
                 run=self._run,
                 world=self._world,
                 keep=self._keep,
@@ -110,7 +112,7 @@ class Saving:
         """It can never be complete: remove what there is of it."""
         generation, reason = action.generation, action.reason
         self._seconds.pop(generation, None)
-        await asyncio.to_thread(publish.discard, self._out, generation)
+        await asyncio.to_thread(publish.discard, self._out, generation, epoch=action.epoch)
         if action.superseded:
             self._chronicle.book.write(journal.DurableFailed(generation=generation, reason=reason))
             self._chronicle.say(f"no durable checkpoint of generation {generation}: {reason}")

@@ -25,7 +25,7 @@ import tyro
 
 from planaria.errors import ConfigError, PlanariaError, UserError
 from planaria.runtime.control import protocol as control
-from planaria.runtime.coordinator import journal, publish, store
+from planaria.runtime.coordinator import journal, lock, publish, store
 from planaria.runtime.coordinator.desk import ControlDesk
 from planaria.runtime.coordinator.service import TokenCheck, handlers
 from planaria.runtime.membership.limits import Timeouts
@@ -175,9 +175,12 @@ async def serve(
         looking.cancel()
         desk.close()
         await server.stop(grace=0.2)
-        book.close()
+        # A full disk refuses even these, and the run's exit code is known by now.
+        with contextlib.suppress(OSError):
+            book.close()
         for name in (control.CONTACT_FILE, control.TOKEN_FILE, store.STATE_FILE):
-            (config.out / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (config.out / name).unlink(missing_ok=True)
     return code
 
 
@@ -249,7 +252,8 @@ def start(config: CoordinatorConfig) -> int:
         raise UserError(
             f"out {config.out} cannot be made: {error.strerror}; choose another folder"
         ) from None
-    return asyncio.run(serve(config, token=token))
+    with lock.hold(config.out):
+        return asyncio.run(serve(config, token=token))
 
 
 def resume(out: Path) -> int:
@@ -264,7 +268,8 @@ def resume(out: Path) -> int:
     values: dict[str, Any] = {**header.config, "out": out, "run": header.run}
     values["port"] = int(header.address.rpartition(":")[2])
     config = CoordinatorConfig(**values)
-    return asyncio.run(serve(config, token=token, state=state, address=header.address))
+    with lock.hold(out):
+        return asyncio.run(serve(config, token=token, state=state, address=header.address))
 
 
 def _alive(pid: int) -> bool:

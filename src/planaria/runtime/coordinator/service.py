@@ -141,7 +141,7 @@ def handlers(desk: Desk) -> grpc.GenericRpcHandler:
         control.STATUS: (control.Look, status),
     }
     methods: dict[str, Any] = {
-        name: grpc.unary_unary_rpc_method_handler(_answering(kind, function))
+        name: grpc.unary_unary_rpc_method_handler(_answering(desk, kind, function))
         for name, (kind, function) in unary.items()
     }
     methods[control.ATTACH] = grpc.stream_stream_rpc_method_handler(attach)
@@ -149,7 +149,9 @@ def handlers(desk: Desk) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(control.SERVICE, methods)
 
 
-def _answering(kind: Any, function: Callable[[Any], Awaitable[msgspec.Struct]]) -> Handler:
+def _answering(
+    desk: Desk, kind: Any, function: Callable[[Any], Awaitable[msgspec.Struct]]
+) -> Handler:
     async def answer(data: bytes, context: Context) -> bytes | None:
         try:
             return control.encode(await function(control.decode(data, kind)))
@@ -159,6 +161,9 @@ def _answering(kind: Any, function: Callable[[Any], Awaitable[msgspec.Struct]]) 
             code, line = grpc.StatusCode.DEADLINE_EXCEEDED, str(error)
         except (UserError, ValueError) as error:
             code, line = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except Exception as error:
+            desk.fail(error)
+            code, line = grpc.StatusCode.INTERNAL, f"the coordinator failed: {error}"
         await context.abort(code, line)
         return None
 
@@ -168,35 +173,45 @@ def _answering(kind: Any, function: Callable[[Any], Awaitable[msgspec.Struct]]) 
 async def _serve_worker(desk: Desk, context: Context) -> None:
     outbox = Outbox()
     hello = await _first(desk, context, messages.FromWorker, messages.Hello)
-    try:
-        desk.admit(hello, outbox)
-    except JoinError as error:
-        desk.refused(hello.worker, str(error))
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    await _admitted(desk, context, hello.worker, lambda: desk.admit(hello, outbox))
     await _serve(
         context,
         outbox,
         kind=messages.FromWorker,
         hear=_guarded(desk, lambda message: desk.hear(hello.worker, message)),
-        gone=lambda reason: desk.gone(hello.worker, outbox, reason),
+        gone=_guarded(desk, lambda reason: desk.gone(hello.worker, outbox, reason)),
     )
 
 
 async def _serve_launcher(desk: Desk, context: Context) -> None:
     outbox = Outbox()
     hello = await _first(desk, context, control.FromLauncher, control.LauncherHello)
-    try:
-        desk.admit_launcher(hello, outbox)
-    except JoinError as error:
-        desk.refused(f"launcher of {hello.node}", str(error))
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    who = f"launcher of {hello.node}"
+    await _admitted(desk, context, who, lambda: desk.admit_launcher(hello, outbox))
     await _serve(
         context,
         outbox,
         kind=control.FromLauncher,
         hear=_guarded(desk, lambda message: desk.hear_launcher(message, outbox)),
-        gone=lambda reason: desk.gone_launcher(outbox),
+        gone=_guarded(desk, lambda _: desk.gone_launcher(outbox)),
     )
+
+
+async def _admitted(desk: Desk, context: Context, who: str, admit: Callable[[], None]) -> None:
+    """Let somebody in, or end the call with the reason; a defect of ours ends the run as well."""
+    try:
+        try:
+            admit()
+            return
+        except JoinError as error:
+            desk.refused(who, str(error))
+            code, line = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        except ValueError as error:
+            code, line = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    except Exception as error:
+        desk.fail(error)
+        code, line = grpc.StatusCode.INTERNAL, f"the coordinator failed: {error}"
+    await context.abort(code, line)
 
 
 def _guarded(desk: Desk, hear: Callable[[Any], None]) -> Callable[[Any], None]:

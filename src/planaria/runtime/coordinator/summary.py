@@ -34,6 +34,7 @@ from planaria.runtime.coordinator.journal import (
     Scalars,
     ShardFinished,
     WorkerRestored,
+    as_floats,
     read,
 )
 from planaria.runtime.messages import Shard, Worker
@@ -118,9 +119,9 @@ def summarise(entries: Iterable[AnyEntry]) -> Summary:
     finished = {f.shard: f for f in _all(lines, ShardFinished)}
     final: dict[str, float] = {}
     for line in _all(lines, Scalars):
-        final.update(line.values)
+        final.update(as_floats(line.values))
     for shard in sorted(finished, reverse=True):
-        final.update(finished[shard].result)
+        final.update(as_floats(finished[shard].result))
     swaps = tuple(_swaps(lines))
     steps = max((c.generation for c in commits), default=0)
     ended = _all(lines, Ended)

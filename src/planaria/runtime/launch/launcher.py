@@ -24,6 +24,7 @@ from planaria.errors import CommError, PlanariaError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
+from planaria.runtime.coordinator import lock
 from planaria.runtime.launch import worker
 from planaria.runtime.launch.config import JoinConfig, LaunchConfig, versions, write_config
 from planaria.runtime.launch.coordinator_process import CoordinatorProcess
@@ -106,6 +107,7 @@ class _Launch:
     async def _begin(self) -> None:
         if isinstance(self.config, LaunchConfig):
             token, run = secrets.token_hex(32), _run_name()
+            lock.check(self.config.out)
             write_config(self.config)
             self.coordinator = CoordinatorProcess(self.config, run=run, token=token)
             address = await self.coordinator.ready()

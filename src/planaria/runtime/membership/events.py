@@ -206,12 +206,16 @@ class Publish(Action, frozen=True, kw_only=True):
     """All parts of the durable checkpoint are written: publish it, then feed :class:`Published`."""
 
     generation: int
+    epoch: int
+    """In which its parts were written."""
 
 
 class Discard(Action, frozen=True, kw_only=True):
     """Remove the partial durable checkpoint of ``generation``: it can never be complete."""
 
     generation: int
+    epoch: int
+    """In which its parts were written."""
     reason: str
     superseded: bool = False
     """A new epoch came in between; False: a shard could not write its part."""

@@ -346,10 +346,10 @@ def _durable(state: State, event: DurableBy) -> Transition:
     failed = [shard for shard, good in answers.items() if not good]
     if failed:
         reason = f"{name_shards(failed)} could not write the durable checkpoint"
-        action = Discard(generation=part.generation, reason=reason)
+        action = Discard(generation=part.generation, epoch=part.epoch, reason=reason)
     else:
         reason = f"all parts of the durable checkpoint of generation {part.generation} are written"
-        action = Publish(generation=part.generation)
+        action = Publish(generation=part.generation, epoch=part.epoch)
     return Transition(state, (*record, action), reason)
 
 

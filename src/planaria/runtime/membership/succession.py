@@ -174,7 +174,10 @@ def _renew(state: State) -> tuple[State, list[Discard]]:
     """A new epoch that knows nothing of the last one's recovery and commits."""
     epoch = state.epoch + 1
     why = f"epoch {epoch} began before it was complete"
-    discards = [Discard(generation=g, reason=why, superseded=True) for g in sorted(state.written)]
+    discards = [
+        Discard(generation=g, epoch=state.epoch, reason=why, superseded=True)
+        for g in sorted(state.written)
+    ]
     state = replace(
         state,
         epoch=epoch,
