@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +204,32 @@ def holdings(run: planaria.Run) -> dict[str, Any]:
         "python": list(random.getstate()[1]),
         "step": run.step,
     }
+
+
+def die_at_even_steps(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """SIGKILL to the shard whose turn it is, once for each even step, somewhere in it."""
+    if attempt.step % 2 or run.shard.index != attempt.step // 2 % run.shard.world:
+        return
+    mark = Path(job.final) / f"died-{attempt.step}"
+    try:
+        mark.open("x").close()
+    except FileExistsError:
+        return
+    pid, delay = os.getpid(), attempt.step % 5 * 0.004
+
+    def kill() -> None:
+        time.sleep(delay)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+def wait_for_go(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """Step 3 waits for a file, while something is started beside the run."""
+    end = time.monotonic() + 60
+    while attempt.step == 3 and not (Path(job.final) / "go").exists():
+        assert time.monotonic() < end, "the file 'go' did not come"
+        time.sleep(0.01)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

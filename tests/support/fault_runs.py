@@ -216,6 +216,13 @@ def committed(out: Path) -> int:
     )
 
 
+def whole(out: Path) -> bool:
+    """Whether each shard is owned and held twice since the last loss: another one may come."""
+    epochs = [e["epoch"] for e in journal(out) if e["event"] == "epoch_begun"]
+    safe = [e["epoch"] for e in journal(out) if e["event"] == "protected"]
+    return bool(epochs) and safe[-1:] == epochs[-1:]
+
+
 def check_equal(struck: Outcome, calm: Outcome) -> None:
     """The struck run ended as the calm one: digests, tensors, generators, losses, results."""
     assert (struck.code, calm.code) == (0, 0)

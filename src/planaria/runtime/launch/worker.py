@@ -156,6 +156,8 @@ def _redirect(log: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore
     faulthandler.enable()
+    # For a person who wonders what a worker waits for: kill -USR1 PID.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _prepare(task: Task) -> None:
