@@ -66,18 +66,20 @@ class Protection:
 
     # ------------------------------------------------------------------ while nothing fails
 
-    def capture(self, generation: int, *, wait: float) -> float:
+    def capture(self, generation: int, *, epoch: int) -> float:
         """Begin the capture of the state as it is; the seconds the training thread has spent.
 
-        Waits for a slot until the generation before the last is committed for all. Raises
-        EpochSuperseded on a break, :class:`RunError` where no slot came free within ``wait`` s.
+        Waits, without a limit of its own, for a slot until the generation before the last is
+        committed for all: a break, a stop or the coordinator's limit of a step ends that. Raises
+        EpochSuperseded where ``epoch`` is over, :class:`RunError` where the generation has a slot.
         """
         self._newest = generation
-        taken = self._capture.capture(self._parts, generation=generation, wait=wait)
+        taken = self._capture.capture(self._parts, generation=generation, epoch=epoch, wait=None)
         if not taken.taken:
             raise RunError(
-                f"generation {generation} found no free buffer within {wait:g} s ({taken.reason}): "
-                "copies to the holders do not get through; look at the journal and the network"
+                f"generation {generation} of shard {self._shard} was captured before "
+                f"({taken.reason}): this is a defect of Planaria; start the run again from its "
+                "durable checkpoint"
             )
         return taken.seconds
 
@@ -229,5 +231,5 @@ def begin_epoch(data: DataServer, plan: Plan) -> None:
     committed = -1 if plan.committed is None else plan.committed
     keep = {plan.generation, committed}
     data.set_epoch(plan.epoch)
-    data.buffers.begin_epoch(keep=keep, committed=committed)
-    data.held.begin_epoch(keep=keep, committed=committed)
+    data.buffers.begin_epoch(epoch=plan.epoch, keep=keep, committed=committed)
+    data.held.begin_epoch(epoch=plan.epoch, keep=keep, committed=committed)

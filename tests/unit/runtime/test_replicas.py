@@ -271,13 +271,13 @@ def test_the_holder_waits_for_the_announcement(serve: Callable[..., DataServer])
     owner, holder = serve(), serve()
     for generation in (1, 2):
         put(holder, owner, captured(owner.buffers, parts(generation, 0), generation))
-    owner.buffers.announce(2)
+    owner.buffers.announce(2, epoch=0)
     slot = captured(owner.buffers, parts(3, 0), 3)
-    threading.Timer(0.2, holder.held.announce, (2,)).start()
+    threading.Timer(0.2, holder.held.announce, (2,), {"epoch": 0}).start()
     put(holder, owner, slot)
     assert holder.held.held() == {0: (2, 3)}
     holder.access.timeout = 0.1
-    owner.buffers.announce(3)
+    owner.buffers.announce(3, epoch=0)
     slot = captured(owner.buffers, parts(4, 0), 4)
     with pytest.raises(CommError, match=r"refused: the slots hold generation 3, generation 2, and"):
         put(holder, owner, slot)
@@ -366,7 +366,7 @@ def test_the_pusher_tries_again_and_tells_once(serve: Callable[..., DataServer])
     sender, acks, errors = pusher(owner)
     for generation in (1, 2):
         put(holder, owner, captured(owner.buffers, parts(generation, 0), generation))
-    owner.buffers.announce(2)
+    owner.buffers.announce(2, epoch=0)
     captured(owner.buffers, parts(3, 0), 3)
     # The holder has not heard of the announcement, and refuses until it has.
     sender.direct(holder.address, epoch=0, floor=3)
@@ -374,7 +374,7 @@ def test_the_pusher_tries_again_and_tells_once(serve: Callable[..., DataServer])
     assert "refused: the slots hold generation 1, generation 2, and -1" in str(errors[0])
     time.sleep(0.7)
     assert (acks, len(errors)) == ([], 1)
-    holder.held.announce(2)
+    holder.held.announce(2, epoch=0)
     until(lambda: len(acks) == 1, "the send was not tried again")
     assert acks[0][:2] == (0, 3)
     assert len(errors) == 1

@@ -126,7 +126,7 @@ def test_regions_of_peers_are_compared_leaf_by_leaf() -> None:
 def test_the_rule_gives_its_reason() -> None:
     empty = Occupancy()
     assert choose([empty, empty], generation=0, announced=-1) == (0, "slot 0 is empty")
-    full = [Occupancy(3, True), Occupancy(4, True)]
+    full = [Occupancy(3), Occupancy(4)]
     assert choose(full, generation=5, announced=4) == (
         0,
         "generation 3 is older than 4, committed for all",
@@ -135,7 +135,7 @@ def test_the_rule_gives_its_reason() -> None:
         None,
         "the slots hold generation 3, generation 4, and 3 is the newest committed for all",
     )
-    read = [Occupancy(3, True, busy=True), Occupancy(4, True)]
+    read = [Occupancy(3, busy=True), Occupancy(4)]
     assert choose(read, generation=5, announced=4)[1].startswith(
         "the slots hold generation 3 in use, generation 4"
     )
@@ -155,10 +155,10 @@ def test_buffers_follow_the_announcements() -> None:
     fill(buffers, 1)
     assert buffers.captured() == (0, 1)
     assert buffers.begin(2) is None
-    buffers.announce(0)
+    buffers.announce(0, epoch=0)
     assert buffers.begin(2) is None
-    buffers.announce(1)
-    buffers.announce(0)
+    buffers.announce(1, epoch=0)
+    buffers.announce(0, epoch=0)
     assert buffers.announced == 1
     fill(buffers, 2)
     assert buffers.captured() == (1, 2)
@@ -184,7 +184,7 @@ def test_a_slot_that_is_read_is_not_overwritten() -> None:
     buffers = Buffers()
     fill(buffers, 0)
     fill(buffers, 1)
-    buffers.announce(1)
+    buffers.announce(1, epoch=0)
     with buffers.reading(0) as slot:
         assert slot is not None
         assert buffers.begin(2) is None
@@ -198,16 +198,16 @@ def test_waiting_for_a_slot_ends_by_announcement_or_interruption() -> None:
     buffers = Buffers()
     fill(buffers, 0)
     fill(buffers, 1)
-    timer = threading.Timer(0.05, buffers.announce, (1,))
+    timer = threading.Timer(0.05, buffers.announce, (1,), {"epoch": 0})
     timer.start()
     slot = buffers.begin(2, wait=10.0)
     assert slot is not None
     buffers.complete(slot, layout=example())
     timer.join()
-    timer = threading.Timer(0.05, buffers.interrupt)
+    timer = threading.Timer(0.05, buffers.interrupt, (2,))
     timer.start()
     with pytest.raises(EpochSuperseded, match=r"generation 3 was not stored \(the slots hold gen"):
-        buffers.begin(3, wait=10.0)
+        buffers.begin(3, wait=10.0, epoch=1)
     timer.join()
     assert buffers.begin(3, wait=0.01) is None
 
@@ -310,8 +310,8 @@ class Cluster:
 
     def _announce(self, worker: Worker, index: int) -> None:
         if self.committed >= 0:
-            worker.buffers.announce(self.committed)
-            worker.held.announce(self.committed)
+            worker.buffers.announce(self.committed, epoch=0)
+            worker.held.announce(self.committed, epoch=0)
 
     def holder(self, index: int) -> Worker:
         return self.workers[(index + 1) % WORLD]
@@ -398,10 +398,10 @@ def test_skipping_one_by_one_ends_all_commits() -> None:
     for buffers in (first, second):
         fill(buffers, 0)
         fill(buffers, 1)
-    second.announce(1)
+    second.announce(1, epoch=0)
     assert first.begin(2) is None
     fill(second, 2)
-    first.announce(1)
+    first.announce(1, epoch=0)
     fill(first, 3)
     assert set(first.captured()) & set(second.captured()) == {1}
     assert first.begin(4) is None
@@ -444,7 +444,7 @@ def test_captures_go_on_beside_the_training_and_announce_themselves() -> None:
         assert taken.prefix == taken.nbytes > 0
         step(model, optimizer)
         until(lambda g=generation: g in done)  # type: ignore[misc]
-        buffers.announce(generation)
+        buffers.announce(generation, epoch=0)
     assert done == [0, 1, 2, 3]
     assert buffers.captured() == (2, 3)
     for generation in (2, 3):

@@ -93,8 +93,8 @@ class DataServer:
         :class:`~planaria.errors.EpochSuperseded`, on this side and in this worker's own calls.
         """
         self.access.fence.advance(epoch)
-        self.held.interrupt()
-        self.buffers.interrupt()
+        self.held.interrupt(epoch)
+        self.buffers.interrupt(epoch)
 
     def close(self) -> None:
         """Stop listening and cut every connection."""
@@ -157,7 +157,9 @@ class DataServer:
         if self._has(frame):
             wire.send(sock, _reply(Kind.HAVE, frame))
             return
-        slot, reason = self.held.begin(frame.shard, frame.generation, wait=self.access.timeout)
+        slot, reason = self.held.begin(
+            frame.shard, frame.generation, wait=self.access.timeout, epoch=frame.epoch
+        )
         if slot is None:
             wire.send(sock, _reply(Kind.REFUSED, frame, reason))
             return
@@ -426,7 +428,7 @@ def regrow(
             f"the plan of epoch {epoch} names no source for the sent part of shard {shard}: "
             "its state cannot be fetched"
         )
-    slot = buffers.begin(generation, wait=access.timeout)
+    slot = buffers.begin(generation, wait=access.timeout, epoch=epoch)
     if slot is None:
         raise RunError(
             f"generation {generation} cannot be received, {buffers.reason}: call "

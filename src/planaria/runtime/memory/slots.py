@@ -34,7 +34,6 @@ class Occupancy:
 
     generation: int | None = None
     """None: empty or void."""
-    complete: bool = False
     busy: bool = False
     """Being written, or read by a transfer."""
 
@@ -73,7 +72,8 @@ class Slot:
         self.generation: int | None = None
         self.complete = False
         self.void = False
-        """Set while it is being written, where its generation was dropped meanwhile."""
+        """Set where its generation was dropped while it was written or read: who does that goes on
+        with memory that nobody changes, and empties it at the end."""
         self.writing = False
         self.readers = 0
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -93,7 +93,7 @@ class Slot:
     @property
     def occupancy(self) -> Occupancy:
         """For :func:`choose`."""
-        return Occupancy(self.generation, self.complete, self.writing or self.readers > 0)
+        return Occupancy(self.generation, self.writing or self.readers > 0)
 
     def reserve(self, nbytes: int) -> None:
         """Make the buffer at least ``nbytes`` long; its pages are touched. Contents are lost."""
@@ -127,16 +127,28 @@ class _Pairs:
         self._changed = threading.Condition()
         self._pairs: dict[int, tuple[Slot, Slot]] = {}
         self._announced = -1
-        self._interrupts = 0
+        self._told = (0, -1)
+        """The newest epoch that was begun or announced in, and the newest generation that is
+        committed in it."""
+        self._newest = 0
+        """Epoch of the newest interrupt."""
 
     @property
     def announced(self) -> int:
         """Newest generation known to be committed for all shards; -1 before the first."""
         return self._announced
 
-    def announce(self, generation: int) -> None:
-        """``generation`` is committed for all shards: older slots may be taken. Never goes back."""
+    def announce(self, generation: int, *, epoch: int) -> None:
+        """``generation`` is committed for all shards in ``epoch``: older slots may be taken.
+
+        Never goes back, and means nothing where ``epoch`` is over. It may come before the plan of
+        ``epoch`` is carried out here, and is then kept through :meth:`begin_epoch`.
+        """
         with self._changed:
+            known, newest = self._told
+            if epoch < known:
+                return
+            self._told = epoch, generation if epoch > known else max(newest, generation)
             self._announced = max(self._announced, generation)
             self._changed.notify_all()
 
@@ -144,28 +156,39 @@ class _Pairs:
         """Drop all generations newer than ``generation``."""
         self._void(lambda kept: kept > generation)
 
-    def begin_epoch(self, *, keep: Iterable[int], committed: int) -> None:
-        """A plan was made: drop all but the generations in ``keep``, and go on from ``committed``.
+    def begin_epoch(self, *, epoch: int, keep: Iterable[int], committed: int) -> None:
+        """A plan was made: drop all but the generations in ``keep``, and go on from ``committed``,
+        or from what was announced in this very ``epoch`` already.
 
         What the plan does not go on from will never be committed, so it would hold its slot for
-        ever; and a plan may start below what was announced before (from the disk).
+        ever; and a plan may start below what was announced before (from the disk). A plan of an
+        epoch that is over changes nothing.
         """
         kept_ones = set(keep)
         with self._changed:
-            self._announced = committed
-        self._void(lambda kept: kept not in kept_ones)
+            known, newest = self._told
+            if epoch < known:
+                return
+            self._announced = max(committed, newest) if epoch == known else committed
+            self._told = epoch, self._announced
+            self._drop_all(lambda kept: kept not in kept_ones)
 
     def _void(self, over: Callable[[int], bool]) -> None:
         with self._changed:
-            for slot in self._slots():
-                if slot.generation is not None and over(slot.generation):
-                    self._drop(slot)
-            self._changed.notify_all()
+            self._drop_all(over)
 
-    def interrupt(self) -> None:
-        """Make all who wait in ``begin`` raise :class:`~planaria.errors.EpochSuperseded`."""
+    def _drop_all(self, over: Callable[[int], bool]) -> None:
+        for slot in self._slots():
+            if slot.generation is not None and over(slot.generation):
+                self._drop(slot)
+        self._changed.notify_all()
+
+    def interrupt(self, epoch: int) -> None:
+        """Epochs before ``epoch`` are over: whoever is in ``begin`` for one of them, or calls it
+        later, gets :class:`~planaria.errors.EpochSuperseded`.
+        """
         with self._changed:
-            self._interrupts += 1
+            self._newest = max(self._newest, epoch)
             self._changed.notify_all()
 
     def complete(
@@ -197,39 +220,43 @@ class _Pairs:
             yield from pair
 
     def _drop(self, slot: Slot) -> None:
-        if slot.writing:
-            # Its writer is told by complete(); until then nobody else may have the memory.
+        if slot.writing or slot.readers:
+            # Its writer is told by complete(), its last reader empties it; until then nobody else
+            # may have the memory, and what readers hold of it must stay whole.
             slot.void = True
-            slot.generation = None
+            slot.generation, slot.complete = None, False
         else:
             slot.empty()
 
-    def _begin(self, key: int, generation: int, wait: float) -> tuple[Slot | None, str]:
+    def _begin(
+        self, key: int, generation: int, *, wait: float | None, epoch: int
+    ) -> tuple[Slot | None, str]:
         with self._changed:
             pair = self._pairs.setdefault(key, (Slot(), Slot()))
-            seen, deadline = self._interrupts, time.monotonic() + wait
+            deadline = None if wait is None else time.monotonic() + wait
             while True:
                 index, reason = choose(
                     [slot.occupancy for slot in pair],
                     generation=generation,
                     announced=self._announced,
                 )
+                # A level, not an edge: it may have changed between the caller's own look and here.
+                if 0 < epoch < self._newest:
+                    raise EpochSuperseded(
+                        f"generation {generation} was not stored ({reason}): epoch {epoch} was "
+                        f"superseded by epoch {self._newest}; report to it"
+                    )
                 if index is not None:
                     slot = pair[index]
                     slot.empty()
                     slot.generation, slot.writing = generation, True
                     return slot, reason
-                left = deadline - time.monotonic()
+                left = None if deadline is None else deadline - time.monotonic()
                 # Waiting helps against one that is being written, and may be abandoned.
                 there = any(s.complete and s.generation == generation for s in pair)
-                if left <= 0 or there:
+                if there or (left is not None and left <= 0):
                     return None, reason
                 self._changed.wait(left)
-                if self._interrupts != seen:
-                    raise EpochSuperseded(
-                        f"generation {generation} was not stored ({reason}): "
-                        "a newer membership exists; report to it"
-                    )
 
     def _generations(self, key: int) -> tuple[int, ...]:
         pair = self._pairs.get(key, ())
@@ -254,6 +281,8 @@ class _Pairs:
             if found is not None:
                 with self._changed:
                     found.readers -= 1
+                    if found.void and not found.readers:
+                        found.empty()
                     self._changed.notify_all()
 
 
@@ -275,12 +304,14 @@ class Buffers(_Pairs):
         for slot in self._pairs[0]:
             slot.reserve(reserve)
 
-    def begin(self, generation: int, *, wait: float = 0.0) -> Slot | None:
-        """A slot for ``generation``, or None where the rule allows none within ``wait`` seconds.
+    def begin(self, generation: int, *, wait: float | None = 0.0, epoch: int = 0) -> Slot | None:
+        """A slot for ``generation``, or None where the rule allows none within ``wait`` seconds
+        (None: without limit).
 
-        Raises :class:`~planaria.errors.EpochSuperseded` when interrupted while it waits.
+        Raises :class:`~planaria.errors.EpochSuperseded` where ``epoch`` is over, before or while it
+        waits. Epoch 0 is never over: for who has no coordinator.
         """
-        slot, self.reason = self._begin(0, generation, wait)
+        slot, self.reason = self._begin(0, generation, wait=wait, epoch=epoch)
         return slot
 
     def captured(self) -> tuple[int, ...]:
@@ -298,12 +329,12 @@ class Buffers(_Pairs):
 class Held(_Pairs):
     """What a holder keeps for other shards: two slots each, under the same rule."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def begin(self, shard: int, generation: int, *, wait: float = 0.0) -> tuple[Slot | None, str]:
-        """A slot for ``generation`` of ``shard``, or None, and the reason."""
-        return self._begin(shard, generation, wait)
+    def begin(
+        self, shard: int, generation: int, *, wait: float | None = 0.0, epoch: int = 0
+    ) -> tuple[Slot | None, str]:
+        """A slot for ``generation`` of ``shard``, or None, and the reason; as
+        :meth:`Buffers.begin`."""
+        return self._begin(shard, generation, wait=wait, epoch=epoch)
 
     def held(self) -> dict[int, tuple[int, ...]]:
         """Complete generations by shard, for a :class:`~planaria.runtime.messages.Report`."""
@@ -315,18 +346,23 @@ class Held(_Pairs):
         """Forget one generation: its owner has made it anew in a later epoch."""
         with self._changed:
             for slot in self._pairs.get(shard, ()):
-                if slot.generation == generation and not slot.readers:
+                if slot.generation == generation:
                     self._drop(slot)
             self._changed.notify_all()
 
-    def keep(self, shards: Iterable[int]) -> None:
-        """Free the memory of all other shards: only when their new holders have them."""
-        kept = set(shards)
+    def keep(self, shards: Iterable[int]) -> bool:
+        """Free the memory of all other shards: only when their new holders have them.
+
+        False where one of them is being written or read, so that it has to be asked for again.
+        """
+        kept, all_free = set(shards), True
         with self._changed:
             for shard in [shard for shard in self._pairs if shard not in kept]:
                 if any(slot.writing or slot.readers for slot in self._pairs[shard]):
-                    continue
-                del self._pairs[shard]
+                    all_free = False
+                else:
+                    del self._pairs[shard]
+        return all_free
 
     @contextmanager
     def reading(self, shard: int, generation: int) -> Generator[Slot | None]:

@@ -102,16 +102,19 @@ class Capture:
         self._error: Exception | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def capture(self, parts: Parts, *, generation: int, wait: float = 0.0) -> Taken:
+    def capture(
+        self, parts: Parts, *, generation: int, epoch: int = 0, wait: float | None = 0.0
+    ) -> Taken:
         """Begin the capture of ``generation``; on the training thread.
 
-        Waits up to ``wait`` seconds for a slot (see :mod:`.slots` on why skipping must be agreed
-        upon by all workers) and raises EpochSuperseded when interrupted meanwhile. Raises
-        :class:`~planaria.errors.RunError` where the capture before this one failed.
+        Waits up to ``wait`` seconds (None: without limit) for a slot; see :mod:`.slots` on why
+        skipping must be agreed upon by all workers. Raises EpochSuperseded where ``epoch`` is over,
+        before or meanwhile, and :class:`~planaria.errors.RunError` where the capture before this
+        one failed.
         """
         started = time.perf_counter()
         self.wait_copied()
-        slot = self.buffers.begin(generation, wait=wait)
+        slot = self.buffers.begin(generation, wait=wait, epoch=epoch)
         waited = time.perf_counter() - started
         if slot is None:
             return Taken(generation, False, self.buffers.reason, seconds=waited, waited=waited)
