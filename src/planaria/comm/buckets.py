@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from planaria.errors import CommError
+from planaria.errors import RunError
 
 Order = tuple[int, ...]
 
@@ -79,13 +79,13 @@ def reset(ddp: DistributedDataParallel) -> None:
 def align(ddp: DistributedDataParallel, wanted: Order) -> None:
     """Bring ``ddp`` to the bucket order ``wanted`` of its peers.
 
-    Raises :class:`CommError` where that cannot be done: the worker must not train then, since wrong
+    Raises :class:`RunError` where that cannot be done: the worker must not train then, since wrong
     buckets would sum gradients of different parameters.
     """
     if order(ddp) == wanted:
         return
     if order(ddp):
-        raise CommError(
+        raise RunError(
             "buckets of DistributedDataParallel differ between workers and were re-cut on both: "
             f"{_short(order(ddp))} here, {_short(wanted)} on peers; use find_unused_parameters=True, "
             "which keeps the first cut, if gradients become ready in another order each time"
@@ -93,7 +93,7 @@ def align(ddp: DistributedDataParallel, wanted: Order) -> None:
     _pretend_backward(ddp, [index for index in wanted if index >= 0])
     settle(ddp)
     if order(ddp) != wanted:
-        raise CommError(
+        raise RunError(
             "a fresh DistributedDataParallel could not be brought to the buckets of its peers: "
             f"{_short(order(ddp))} here, {_short(wanted)} on peers; use find_unused_parameters=True"
         )
@@ -103,7 +103,7 @@ def _pretend_backward(ddp: DistributedDataParallel, indices: Sequence[int]) -> N
     """One iteration in which gradients (zeros) become ready in the order of ``indices``."""
     parameters = [p for p in ddp.module.parameters() if p.requires_grad and p not in _ignored(ddp)]
     if sorted(indices) != list(range(len(parameters))):
-        raise CommError(
+        raise RunError(
             f"DistributedDataParallel has {len(parameters)} trained parameters here and "
             f"{len(indices)} on peers: build() must make the same model on every worker"
         )

@@ -111,30 +111,43 @@ class Domain:
                 return
             self.mode = Mode.BROKEN
             self.reason = reason
-            self.transport.free(list(filter(None, (h.inner for h in self.handles.values()))))
+            self._free()
         self.on_failure(epoch, reason)
 
-    def supersede(self, epoch: int, reason: str) -> None:
-        """The coordinator has made ``epoch``: whatever belongs to an older one is to be left now.
+    def _free(self) -> int:
+        # A copy: another thread may be making a group, or closing one.
+        inners = [handle.inner for handle in list(self.handles.values())]
+        return self.transport.free([inner for inner in inners if inner is not None])
 
-        Any thread. Returns once the training thread stands still or, where it computes, when nothing
-        more can hold it: sockets are shut again and again meanwhile, since a group that is being
-        connected opens new ones.
+    def overtake(self, epoch: int, reason: str) -> bool:
+        """The coordinator has made ``epoch``: mark the worker broken and free it once. Any thread.
+
+        To be called before the training thread may hear of the epoch: it must not find a living
+        group of the old one. False where the domain is in that epoch already.
         """
         with self._lock:
             self._superseded_below = max(self._superseded_below, epoch)
             if self.epoch >= epoch:
-                return
+                return False
             if self.mode is Mode.LIVE:
                 self.mode = Mode.BROKEN
                 self.reason = reason
-        while True:
+            self._free()
+            return True
+
+    def supersede(self, epoch: int, reason: str) -> None:
+        """As :meth:`overtake`, and on until the training thread stands still. Any thread.
+
+        Sockets are shut again and again meanwhile, since a group that is being connected opens new
+        ones; a training thread that computes is waited for.
+        """
+        if not self.overtake(epoch, reason):
+            return
+        while not self._resting.wait(0.05):
             with self._lock:
                 if self.epoch >= epoch:
                     return
-                self.transport.free(list(filter(None, (h.inner for h in self.handles.values()))))
-            if self._resting.wait(0.05):
-                return
+                self._free()
 
     def enter(self) -> None:
         """A collective was launched. Training thread, and autograd's."""
@@ -224,16 +237,18 @@ class Domain:
         Blocks until all members are there. Raises :class:`EpochSuperseded` as soon as a newer epoch
         is known, :class:`CommError` where a peer fails meanwhile; the domain is broken then.
         """
-        for handle in self.handles.values():
+        with self._lock:
+            self._free()  # a group is never dropped with its sockets open
+        for handle in list(self.handles.values()):
             handle.drop()
         try:
             self._enter(epoch)
-            for handle in self.handles.values():
+            for handle in list(self.handles.values()):
                 handle.fill()
         except EpochSuperseded:
             self._give_up(epoch, "a newer epoch exists")
             raise
-        except RuntimeError as error:
+        except (RuntimeError, CommError) as error:
             self._give_up(epoch, str(error).splitlines()[0])
             raise CommError(f"groups of epoch {epoch} could not be rebuilt: {error}") from error
 
@@ -264,9 +279,9 @@ class Domain:
             if self.mode is Mode.LIVE:
                 self.mode = Mode.BROKEN
                 self.reason = "the worker leaves"
-            self.transport.free(list(filter(None, (h.inner for h in self.handles.values()))))
+            self._free()
         self.rest()
-        for handle in self.handles.values():
+        for handle in list(self.handles.values()):
             handle.drop()
 
     def discard(self) -> None:

@@ -156,8 +156,13 @@ class RebuildableGroup(dist.ProcessGroup):
     ) -> HandleWork:
         """Launch on the inside, or do ``alone`` what the operation means for the caller's own data."""
         domain = self._domain
-        if domain.mode is not Mode.LIVE or self.inner is None:
+        if domain.mode is not Mode.LIVE:
             return self._alone(outputs, alone)
+        if self.inner is None:
+            raise UserError(
+                f"process group {self._name} was destroyed, and {self._description} still uses it: "
+                "let go of the model or code that holds it, or do not destroy the group"
+            )
         epoch = domain.epoch
         try:
             work = launch(self.inner)
@@ -182,8 +187,9 @@ class RebuildableGroup(dist.ProcessGroup):
                 done.value()
             except Exception as error:
                 domain.fail(epoch, f"{type(error).__name__}: {first_line(error)}")
-            domain.leave(epoch)
-            future.set_result(outputs)
+            finally:  # whatever fails here, the training thread must not wait for ever
+                domain.leave(epoch)
+                future.set_result(outputs)
 
         inner_future.add_done_callback(finish)
         if domain.on_collective is not None:

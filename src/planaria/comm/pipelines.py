@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planaria.errors import CommError
+from planaria.errors import UserError
 
 _FLAGS = (
     ("_stage_forward_initialized", "_stage_backward_initialized"),
@@ -20,7 +20,7 @@ _FLAGS = (
 def begin_anew(schedule: Any) -> None:
     """Let ``schedule`` initialise its stages in its next step, as a new one does.
 
-    Also drops what a broken step has left in them. Raises :class:`CommError` for an object that is
+    Also drops what a broken step has left in them. Raises :class:`UserError` for an object that is
     not a schedule of torch 2.13.
     """
     for names in _FLAGS:
@@ -29,7 +29,7 @@ def begin_anew(schedule: Any) -> None:
                 setattr(schedule, name, False)
             break
     else:
-        raise CommError(
+        raise UserError(
             f"{type(schedule).__name__} is not a pipeline schedule of this torch: pass what "
             "torch.distributed.pipelining's Schedule… classes make"
         )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from planaria.errors import CommError
+from planaria.errors import CommError, UserError
 
 
 class KeyValue(Protocol):
@@ -62,7 +62,8 @@ class EpochStore(dist.Store):
         return self._kv.get_many(self._epoch, [key], self._seconds)[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        # gloo passes the time-out of its collectives, which is longer than a rebuild may take.
+        seconds = self._seconds if timeout is None else min(self._seconds, timeout.total_seconds())
         self._kv.get_many(self._epoch, list(keys), seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -87,7 +88,7 @@ class EpochStore(dist.Store):
 
     def delete_key(self, key: str) -> bool:
         """Keys end with their epoch; a deletion within one could strand a peer that still waits."""
-        raise CommError(
+        raise UserError(
             f"key {key!r} cannot be deleted: keys of the control plane end with their epoch; "
             "use a new key, or a store of your own"
         )

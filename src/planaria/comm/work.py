@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from planaria.comm.domain import Domain, Mode
-from planaria.errors import CommError
+from planaria.errors import UserError
 
 
 class HandleWork(dist.Work):
@@ -90,7 +90,7 @@ class WaitedWork(HandleWork):
 def last(works: Sequence[HandleWork]) -> HandleWork:
     """One work for several that were launched in order on one group, which also end in order."""
     if not works:
-        raise CommError("a coalesced operation was called without tensors; pass at least one")
+        raise UserError("a coalesced operation was called without tensors; pass at least one")
     futures = [work.get_future() for work in works]
     collected: Future[Any] = torch.futures.collect_all(futures)
     return HandleWork(works[-1]._domain, collected)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from planaria.errors import AttemptBroken, CommError, NonFiniteLoss, PlanariaError, UserError
+from planaria.runtime.tally import flat
 
 if TYPE_CHECKING:
     from planaria.runtime.run import Run
@@ -83,8 +84,7 @@ class Attempt:
 
         They make the run's ``samples_digest`` and are named when the loss is not finite.
         """
-        listed = ids.reshape(-1).tolist() if isinstance(ids, torch.Tensor) else list(ids)
-        self._samples.extend(listed)
+        self._samples.extend(flat(ids))
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Named numbers of this step; those of shard 0 are told once the step is committed."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from planaria.comm import buckets
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, EpochSuperseded, RunError
-from planaria.runtime.messages import Plan, Report, Restored
+from planaria.runtime.messages import Broke, Plan, Report, Restored
 
 if TYPE_CHECKING:
     from planaria.runtime.engine import Engine
@@ -73,8 +73,15 @@ class Recovery:
             except EpochSuperseded:
                 clock.lap("superseded")
                 continue
-            except (AttemptBroken, CommError):
+            except Exception as error:
+                if not isinstance(error, AttemptBroken | CommError) and (
+                    engine.domain.mode is not Mode.BROKEN or isinstance(error, BuildAgain)
+                ):
+                    raise
+                # A transfer or a group failed, or what a broken collective has left somewhere made
+                # other code fail: the coordinator finds out who is lost, or has all regroup.
                 engine.domain.rest()
+                engine.member.send(Broke(epoch=epoch, reason=f"recovery: {error}"))
                 engine.seat.wait_newer(epoch, 2 * engine.limits.timeout)
                 clock.lap("superseded")
                 continue
@@ -177,8 +184,8 @@ class Recovery:
         elif engine.started:
             clean = engine.generation == plan.generation and engine.clean
             # Interrupted while its last attempt waited for a buffer: nothing has changed since.
-            untouched = clean and plan.generation not in engine.protection.captured()
-            if not untouched:
+            untouched = engine.untouched and plan.generation not in engine.protection.captured()
+            if not (clean and untouched):
                 engine.protection.restore(plan.generation, only="small" if clean else "all")
         clock.lap("load")
 

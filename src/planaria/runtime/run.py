@@ -32,7 +32,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch.distributed as dist
 
 from planaria.comm.domain import Mode
-from planaria.errors import AttemptBroken, CommError, ConfigError, UserError
+from planaria.errors import AttemptBroken, CommError, ConfigError, RunError, UserError
 from planaria.runtime.attempt import Attempt, agree
 from planaria.runtime.engine import Engine
 from planaria.runtime.launch import worker
@@ -96,7 +96,7 @@ def join(
         return _alone(build, on_nonfinite)
     engine = Engine(
         context,
-        build=lambda index, world: dict(build(Shard(index, world))),
+        build=lambda index, world: _checked(build(Shard(index, world))),
         max_redo=min(max_redo, 2),
     )
     context.member.send(Ready())
@@ -105,6 +105,17 @@ def join(
     return Run(
         engine.parts, Shard(engine.shard, engine.world), engine=engine, on_nonfinite=on_nonfinite
     )
+
+
+def _checked(made: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``build`` returned, where its names are free."""
+    taken = [name for name in made if hasattr(Run, str(name)) or name == "shard"]
+    if taken:
+        raise UserError(
+            f"build() returned a part named {taken[0]!r}, which is a name of the run itself "
+            f"(run.{taken[0]}): rename it"
+        )
+    return dict(made)
 
 
 def _leave_quietly() -> NoReturn:
@@ -126,7 +137,7 @@ def _alone(build: Callable[[Shard], Mapping[str, Any]], on_nonfinite: Any) -> Ru
             "'planaria run --workers %d --spares 1' to have lost workers replaced",
             shard.world,
         )
-    made = dict(build(shard))
+    made = _checked(build(shard))
     tally = Tally()
     parts = Parts({**made, SAMPLES: tally}, shard=shard.index, world=shard.world)
     return Run(parts, shard, engine=None, on_nonfinite=on_nonfinite, tally=tally)
@@ -253,10 +264,13 @@ class Run:
         if engine is None:
             self._ended = True
             return duty()
+        reached = engine.generation or 0
         while True:
             try:
                 self._check()
-                value = duty()
+                # A long evaluation or export is no hang.
+                with self.phase("checkpoint"):
+                    value = duty()
                 engine.domain_check()
                 engine.tell()
                 engine.durable.wait()
@@ -269,6 +283,11 @@ class Run:
                 if not self._is_broken():
                     raise
             self._recover()
+            if (engine.generation or 0) < reached:
+                raise RunError(
+                    f"the run went back to generation {engine.generation} while it was finishing at "
+                    f"{reached}, since copies were lost: start it again, it goes on from there"
+                )
 
     def __enter__(self) -> Run:
         return self
@@ -320,6 +339,7 @@ class Run:
         engine.waited, engine.waiting = engine.waiting, 0.0
         engine.domain_check()
         if not self._parts.optimizers:
+            engine.untouched = False
             # Without an optimizer of torch's nobody tells when the state begins to change.
             engine.before_change()
             engine.dirty = True

@@ -27,7 +27,6 @@ class Seat:
         self.plan: Plan | None = None
         self.committed = -1
         """Newest generation that is committed for all shards."""
-        self.broken: Break | None = None
         self.stop: Stop | None = None
         self.save: SaveDurable | None = None
 
@@ -41,7 +40,6 @@ class Seat:
 
     def broke(self, message: Break) -> None:
         with self._changed:
-            self.broken = message
             self.epoch = max(self.epoch, message.epoch)
             self._changed.notify_all()
 
@@ -70,10 +68,6 @@ class Seat:
         """The first assignment; None where the run ends well without this worker being needed."""
         self._wait(lambda: self.assignment is not None or self._over(), None)
         return self.assignment if self.stop is None else None
-
-    def wait_assignment_after(self, epoch: int, timeout: float) -> None:
-        """Until an assignment of an epoch after ``epoch`` is there."""
-        self._wait(lambda: self.assignment is not None and self.assignment.epoch > epoch, None)
 
     def go_back_to(self, generation: int) -> None:
         """A plan goes on from ``generation``: nothing newer is committed, if something was.

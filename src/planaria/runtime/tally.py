@@ -16,6 +16,13 @@ SAMPLES = "samples"
 """Name of the part that is added by us."""
 
 
+def flat(ids: Iterable[Any]) -> list[Any]:
+    """Sample ids as plain Python values: equal for a list, an array and a tensor of the same ids."""
+    if hasattr(ids, "tolist"):
+        return list(np.asarray(ids).reshape(-1).tolist())
+    return [item.item() if isinstance(item, np.generic) else item for item in ids]
+
+
 class Tally:
     """Digest of the order of samples, and the scalars of steps that are not yet committed."""
 
@@ -27,9 +34,7 @@ class Tally:
 
     def consumed(self, ids: Iterable[Any]) -> None:
         """Add samples in the order in which they were consumed."""
-        if hasattr(ids, "tolist"):
-            ids = np.asarray(ids).reshape(-1).tolist()
-        listed = list(ids)
+        listed = flat(ids)
         text = f"{self.digest}\0{listed!r}"
         self.digest = xxhash.xxh3_128_hexdigest(text.encode())
         self.count += len(listed)
