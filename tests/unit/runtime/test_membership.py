@@ -358,6 +358,14 @@ def test_a_script_that_does_not_join_is_restarted_as_a_whole():
     )
 
 
+def test_a_lost_spare_of_a_script_that_does_not_join_restarts_nobody():
+    run = Run(2).attach("w0", "w1", ready=False, ranks=True).attach("s0", ready=False)
+    run.feed(JoinlessSeen("w0")).feed(JoinlessSeen("w1")).feed(Lost("s0", reason="SIGKILL"))
+    assert run.did(RestartAll) == []
+    assert run.did(WantSpare) == [WantSpare(count=1)]
+    assert sorted(run.state.members) == ["w0", "w1"]
+
+
 def test_a_script_that_does_not_join_ends_when_all_its_ranks_have():
     run = Run(2).attach("w0", "w1", ready=False, ranks=True).attach("s0", ready=False)
     run.feed(JoinlessSeen("w0")).feed(Left("s0")).feed(Left("w0"))

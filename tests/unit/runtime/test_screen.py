@@ -108,3 +108,18 @@ def test_progress_is_redrawn_on_a_terminal() -> None:
     shown.close()
     assert all(f"step {step}" in out.getvalue() for step in range(3))
     assert not out.getvalue().endswith("step 2\n")  # it is taken away at the end
+
+
+def test_a_bar_that_is_redrawn_for_hours_takes_no_memory(tmp_path: Path) -> None:
+    shown, out = screen()
+    log = tmp_path / "w0.log"
+    shown.follow("w0", log)
+    with log.open("ab") as stream:
+        for part in range(200):
+            stream.write(b"\r" + b"%3d%%" % part * 500)
+            stream.flush()
+            shown.poll()
+        assert len(shown._followers["w0"].rest) <= 2001
+        stream.write(b"\rdone\n")
+    shown.poll()
+    assert out.getvalue() == "[w0] done\n"

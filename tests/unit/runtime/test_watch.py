@@ -8,6 +8,7 @@ from planaria.runtime.membership.events import (
     Attached,
     BecameReady,
     CommittedBy,
+    Lost,
     Regroup,
     Reported,
     RestoredBy,
@@ -95,9 +96,9 @@ def test_an_owner_that_builds_and_a_spare_may_be_silent_for_longer() -> None:
     clock = Clock(building())
     clock.asleep = {"w1"}
     began = clock.now
-    (found,) = clock.run(30.0)
+    (found,) = clock.run(LIMITS.no_spare + 2)
     assert found.worker == "w1"
-    assert clock.now - began >= LIMITS.rebuild
+    assert clock.now - began >= LIMITS.no_spare
 
 
 def test_a_coordinator_that_stood_still_blames_nobody() -> None:
@@ -160,3 +161,47 @@ def test_who_does_not_report_is_found() -> None:
     assert (found.worker, found.how) == ("w1", "progress")
     assert found.reason.endswith("s old and shard 1 has not reported")
     assert 2 * LIMITS.timeout <= clock.now - began < 2 * LIMITS.timeout + 1
+
+
+def test_a_build_that_gets_stuck_is_found_with_patience() -> None:
+    clock = Clock(building())
+    began = clock.now
+    (found,) = clock.run(LIMITS.no_spare + 2)
+    assert (found.worker, found.how) == (None, "progress")
+    assert clock.now - began > LIMITS.no_spare
+
+
+def test_a_promoted_spare_that_builds_may_be_silent() -> None:
+    state = step(training(), Attached(worker="s0", node="n", address="a")).state
+    state = step(state, BecameReady(worker="s0")).state
+    state = step(state, Lost(worker="w1", reason="r")).state
+    assert state.owners[1] == "s0"
+    for shard in (0, 2):
+        held = {1: (0,)} if state.holders[1] == f"w{shard}" else {}
+        report = messages.Report(epoch=2, shard=shard, live=0, clean=True, captured=(0,), held=held)
+        state = step(state, Reported(worker=f"w{shard}", message=report)).state
+    clock = Clock(state)
+    clock.asleep = {"s0"}
+    assert clock.run(LIMITS.no_spare - 1) == []
+    report = messages.Report(epoch=2, shard=1, live=None, clean=False, captured=())
+    clock.state = step(state, Reported(worker="s0", message=report)).state
+    assert clock.state.plan is not None
+    clock.asleep = set()
+    # The plan has a time of its own, from when it was made.
+    assert clock.run(2 * LIMITS.timeout - 1) == []
+    (found,) = clock.run(2.0)
+    assert found.reason.endswith("has not restored")
+
+
+def test_who_evaluates_is_not_blamed_by_those_who_wait() -> None:
+    clock = Clock(training())
+    for _ in range(6):
+        clock.step()
+        clock.run(0.2)
+    message = messages.Progress(epoch=1, step=7, phase="evaluation")
+    clock.watch.progress("w1", message, now=clock.now)
+    clock.inside = {"w0", "w2"}
+    clock.collective = {"w0": 8, "w1": 7, "w2": 8}
+    assert clock.run(60.0) == []
+    (found,) = clock.run(LIMITS.timeout * 20)
+    assert found.worker == "w1"

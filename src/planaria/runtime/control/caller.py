@@ -8,11 +8,12 @@ make them after any fork.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
@@ -22,6 +23,9 @@ from planaria.errors import CommError, EpochSuperseded, JoinError, UserError
 from planaria.runtime.control import protocol as control
 
 T = TypeVar("T")
+
+_Item = tuple[bytes, bool]
+"""A message, and whether it is kept for the next stream where this one does not take it."""
 
 GRACE = 2.0
 """Seconds that a call may take beyond the wait it asks the coordinator for; our choice."""
@@ -138,7 +142,7 @@ class Duplex:
         self._ended = ended
         self._patience = patience
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[bytes | None] | None = None
+        self._queue: SimpleQueue[_Item | None] | None = None
         self._unsent: deque[bytes] = deque(maxlen=UNSENT)
         self._call: Any = None
         self._finished = threading.Event()
@@ -160,7 +164,7 @@ class Duplex:
             )
         with self._lock:
             if self._queue is not None:
-                self._queue.put(data)
+                self._queue.put((data, keep))
             elif keep:
                 self._unsent.append(data)
 
@@ -206,16 +210,18 @@ class Duplex:
 
     def _attach(self) -> tuple[str, bool]:
         """One stream from greeting to end; why it ended and whether that was a refusal."""
-        queue: SimpleQueue[bytes | None] = SimpleQueue()
-        for message in self._greeting():
-            queue.put(control.encode(message))
+        queue: SimpleQueue[_Item | None] = SimpleQueue()
+        taken: list[bytes] = []
         remote = self._caller.channel.stream_stream(control.path_of(self._method))
         try:
-            self._call = remote(_drain(queue), metadata=self._caller.metadata)
             with self._lock:
+                # In one section: what is said between greeting and queue would be heard by nobody.
+                for message in self._greeting():
+                    queue.put((control.encode(message), False))
                 while self._unsent:
-                    queue.put(self._unsent.popleft())
+                    queue.put((self._unsent.popleft(), True))
                 self._queue = queue
+            self._call = remote(_drain(queue, taken), metadata=self._caller.metadata)
             for data in self._call:
                 if not self._heard:
                     self._heard = True
@@ -230,10 +236,25 @@ class Duplex:
         finally:
             with self._lock:
                 self._queue = None
+                left = [] if self._heard else taken
+                self._unsent.extendleft(reversed([*left, *_rest(queue)]))
             queue.put(None)
         return "the coordinator closed the stream", False
 
 
-def _drain(queue: SimpleQueue[bytes | None]) -> Iterator[bytes]:
-    while (data := queue.get()) is not None:
+def _drain(queue: SimpleQueue[_Item | None], taken: list[bytes]) -> Iterator[bytes]:
+    """What gRPC sends; ``taken`` gets what is to be kept of it."""
+    while (item := queue.get()) is not None:
+        data, keep = item
+        if keep:
+            taken.append(data)
         yield data
+
+
+def _rest(queue: SimpleQueue[_Item | None]) -> Iterator[bytes]:
+    """What is left in ``queue`` and is to be kept."""
+    with contextlib.suppress(Empty):
+        while True:
+            item = queue.get_nowait()
+            if item is not None and item[1]:
+                yield item[0]

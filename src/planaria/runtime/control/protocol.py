@@ -15,7 +15,7 @@ object is made at import: forked workers make their own.
 | Add        | unary  | Add → Counter                                                      |
 | Check      | unary  | Check → Present                                                    |
 | Inject     | unary  | Inject → Done, once it is in the journal                           |
-| Request    | unary  | StopRun, SaveCheckpoint or AddSpares → Done                        |
+| Request    | unary  | StopRun or SaveCheckpoint → Done                                   |
 | Status     | unary  | Look → Status                                                      |
 """
 
@@ -177,14 +177,7 @@ class SaveCheckpoint(Body, frozen=True, tag=True):
     then_stop: bool = False
 
 
-class AddSpares(Body, frozen=True, tag=True):
-    """Ask the launcher of ``node`` (any, if empty) for fresh spares."""
-
-    count: int
-    node: str = ""
-
-
-Requested = StopRun | SaveCheckpoint | AddSpares
+Requested = StopRun | SaveCheckpoint
 
 
 class LauncherHello(Body, frozen=True, tag=True):

@@ -5,6 +5,7 @@ Knows times and volumes that membership does not: seconds of each step, bytes se
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,9 @@ from planaria.runtime.membership.events import AnyEvent, Broadcast, FinishedBy, 
 from planaria.runtime.membership.planning import name_shards
 from planaria.runtime.membership.state import State, Transition
 
+_AGAIN = 60.0
+"""Seconds until a peer that is turned away gets another line; our choice."""
+_PORT = re.compile(r"(?<=.):\d+$")
 TYPED = frozenset({"attached", "ready", "epoch", "plan", "restored", "committed", "ended"})
 """Records of membership that have a typed line of their own here."""
 
@@ -29,6 +33,7 @@ class Chronicle:
         self._sent = 0
         self._steps: dict[int, tuple[float, float]] = {}
         self._lost_at: float | None = None
+        self._refused: dict[tuple[str, str], float] = {}
 
     def progress(self, message: messages.Progress) -> None:
         """Keep the slowest worker's seconds of a step until its generation is committed."""
@@ -56,6 +61,14 @@ class Chronicle:
                 )
             case _:
                 pass
+
+    def refused(self, who: str, reason: str, *, now: float) -> None:
+        """Somebody was turned away: one line for each peer, reason and minute, whatever its port."""
+        key = _PORT.sub("", who), reason
+        self._refused = {known: at for known, at in self._refused.items() if now - at < _AGAIN}
+        if key not in self._refused:
+            self._refused[key] = now
+            self.book.write(journal.Refused(who=who, reason=reason))
 
     def injected(self, worker: str, fault: messages.Injected) -> None:
         """A test's fault is about to fire: in the file before this returns."""

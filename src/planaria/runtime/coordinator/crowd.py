@@ -86,10 +86,9 @@ class Crowd:
         """The process of ``worker`` has ended."""
         self._processes.pop(worker, None)
 
-    def spawner(self, *, node: str = "") -> Launcher | None:
-        """A launcher that starts workers, on ``node`` if given; None where there is none."""
-        able = (one for one in self.launchers if one.hello.spawns)
-        return next((one for one in able if node in ("", one.hello.node)), None)
+    def spawner(self) -> Launcher | None:
+        """A launcher that starts workers; None where there is none."""
+        return next((one for one in self.launchers if one.hello.spawns), None)
 
     def kill(self, worker: Worker, *, node: str, reason: str) -> bool:
         """Have the process of ``worker`` killed by the launcher that can; whether there is one.

@@ -18,7 +18,7 @@ from typing import Any, assert_never
 import msgspec
 
 import planaria
-from planaria.errors import JoinError, PlanariaError, UserError
+from planaria.errors import JoinError, PlanariaError
 from planaria.runtime import messages
 from planaria.runtime.control import protocol as control
 from planaria.runtime.coordinator import journal, summary
@@ -124,6 +124,10 @@ class ControlDesk:
 
     def hear(self, worker: Worker, message: messages.FromWorker) -> None:
         """One message of a worker's stream."""
+        if worker not in self.state.members and not isinstance(
+            message, (messages.Left, messages.Pong)
+        ):
+            return  # it is fenced, and what it says concerns nobody any more
         match message:
             case messages.Pong():
                 self.watch.pong(worker, message, now=time.monotonic())
@@ -202,16 +206,6 @@ class ControlDesk:
                 return control.Done(note=f"the run ends: {body.reason}")
             case control.SaveCheckpoint():
                 return self._saving.ask(body, state=self.state, crowd=self.crowd)
-            case control.AddSpares():
-                launcher = self.crowd.spawner(node=body.node)
-                if launcher is None:
-                    where = f" on node {body.node}" if body.node else ""
-                    raise UserError(
-                        f"no launcher{where} can start spares; add one with 'planaria join'"
-                    )
-                launcher.tell(control.WantSpare(count=body.count))
-                node = launcher.hello.node
-                return control.Done(note=f"{body.count} spares are started on node {node}")
             case _:
                 assert_never(body)
 
@@ -228,7 +222,7 @@ class ControlDesk:
 
     def refused(self, who: str, reason: str) -> None:
         """Somebody was turned away."""
-        self._book.write(journal.Refused(who=who, reason=reason))
+        self._chronicle.refused(who, reason, now=time.monotonic())
 
     def fail(self, error: Exception) -> None:
         """A defect of our own, or a journal that cannot be written: the run ends, loudly."""
@@ -304,7 +298,7 @@ class ControlDesk:
         if resumed:
             self._returning = set(state.members)
             self._chores.later(self.limits.timeout, self._missing)
-            if state.phase == "waiting":
+            if state.phase == "waiting" or (state.phase == "forming" and state.deaths):
                 event = events.SpareTimedOut(epoch=state.epoch)
                 self._chores.later(state.config.no_spare, lambda: self.apply(event))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from planaria.runtime import messages
 from planaria.runtime.membership.limits import Whereabouts, blame, step_limit
 from planaria.runtime.membership.state import State
-from planaria.runtime.messages import Worker
+from planaria.runtime.messages import Shard, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Watch:
         self._looked: float | None = None
         self._epoch = 0
         self._phase = ""
+        self._planned = False
         self._since = 0.0
 
     def attach(self, worker: Worker, *, now: float) -> None:
@@ -99,15 +100,18 @@ class Watch:
 
     def findings(self, state: State, *, now: float) -> list[Finding]:
         """Who is to be taken for hung; silence first, because it explains missing progress."""
-        if (state.epoch, state.phase) != (self._epoch, self._phase):
-            self._epoch, self._phase, self._since = state.epoch, state.phase, now
+        # Reporting and carrying out the plan have a time each.
+        seen, planned = (self._epoch, self._phase, self._planned), state.plan is not None
+        if (state.epoch, state.phase, planned) != seen:
+            self._epoch, self._phase, self._planned = state.epoch, state.phase, planned
+            self._since = now
         silent = list(self._silent(state, now))
         if silent:
             return silent
         late = None
         if state.phase == "training":
             late = self._stuck_in_training(state, now)
-        elif state.phase == "recovering":
+        elif state.phase in ("building", "recovering"):
             late = self._stuck_in_recovery(state, now)
         return [] if late is None else [late]
 
@@ -130,8 +134,8 @@ class Watch:
             limit = self._limits.timeout
             if member.shard is not None:
                 # A build may load files in one long call that keeps the interpreter's lock.
-                building = state.phase == "building"
-                limit = self._limits.rebuild if building else self._limits.silence
+                patient = _builds(state, member.shard)
+                limit = self._limits.no_spare if patient else self._limits.silence
             silence = now - seen.unanswered
             if silence > limit:
                 reason = f"it has not answered a ping for {silence:.1f} s (limit {limit:g} s)"
@@ -144,14 +148,17 @@ class Watch:
             if shard not in state.finished and worker in self._seen
         ]
         for worker in owners:
-            seen = self._seen[worker]
-            limit, why = step_limit(self._history, phase=seen.phase, limits=self._limits)
-            late = now - max(seen.progressed, self._since)
-            if late <= limit:
+            if not self._late(worker, now):
                 continue
+            seen = self._seen[worker]
+            _, why = step_limit(self._history, phase=seen.phase, limits=self._limits)
+            late = now - max(seen.progressed, self._since)
             guilty, reason = blame(
                 {name: self._whereabouts(name) for name in owners}, now=now, limits=self._limits
             )
+            # Who is waited for may be in a phase that is longer by nature, such as evaluation.
+            if not all(self._late(name, now) for name in ([guilty] if guilty else owners)):
+                return None
             line = f"no progress of {worker} for {late:.1f} s (limit {why}): {reason}"
             # Once more only after the limit has passed again.
             for name in owners:
@@ -166,8 +173,9 @@ class Watch:
         if state.plan is not None:
             done, what = state.restored, "restored"
         missing = [shard for shard in state.owners if shard not in done]
-        # A new owner builds its model first, which takes what it takes.
-        patient = what == "reported" and all(shard in state.lost for shard in missing)
+        # A new owner builds its model first, which takes what it takes; so do the first ones, and
+        # they load from disk.
+        patient = state.phase == "building" or all(_builds(state, shard) for shard in missing)
         limit = self._limits.no_spare if patient else 2 * self._limits.timeout
         if not missing or waited <= limit:
             return None
@@ -176,6 +184,19 @@ class Watch:
         guilty = None if len(missing) == len(state.owners) else state.owners[missing[0]]
         return Finding(worker=guilty, how="progress", reason=reason)
 
+    def _late(self, worker: Worker, now: float) -> bool:
+        """Whether ``worker`` is over the limit of the phase that it is in itself."""
+        seen = self._seen[worker]
+        limit, _ = step_limit(self._history, phase=seen.phase, limits=self._limits)
+        return now - max(seen.progressed, self._since) > limit
+
     def _whereabouts(self, worker: Worker) -> Whereabouts:
         seen = self._seen[worker]
         return Whereabouts(answered=seen.answered, collective=seen.collective, inside=seen.inside)
+
+
+def _builds(state: State, shard: Shard) -> bool:
+    """Whether the owner of ``shard`` may still be making its model and optimizer."""
+    if state.phase == "building":
+        return state.plan is None
+    return state.plan is None and shard in state.lost and shard not in state.reports

@@ -138,6 +138,8 @@ class _Launch:
             ended=lambda reason: self._from_thread(self._link_ended, reason),
             tls=self.invitation.tls,
             patience=self.config.timeout,
+            # A fresh spare comes from the run's own launcher: this one has its own number to add.
+            spawns=isinstance(self.config, LaunchConfig),
         )
         await asyncio.to_thread(self.link.connect)
         self._spawn(self._start_set())
@@ -266,9 +268,18 @@ class _Launch:
             self._finish(0 if child.code == 0 else 1, f"{child.name} ended: {child.description}")
 
     async def _refused(self, child: Child) -> None:
-        """The coordinator let a worker not in: the end of the run, unless that has come already."""
+        """The coordinator let a worker not in: the end of a run that has not begun.
+
+        A spare that is refused later, perhaps because the script was changed, harms nobody.
+        """
         await asyncio.sleep(_HURRY)
-        self._finish(2, _last_line(Path(child.task.invitation.log)))
+        if self.code is not None:
+            return
+        late = isinstance(self.config, LaunchConfig) and child.task.rank is None
+        if late and not await self._forming():
+            self._spare_failed(child)
+        else:
+            self._finish(2, _last_line(Path(child.task.invitation.log)))
 
     def _spare_failed(self, child: Child) -> None:
         self.failed_spares += 1
@@ -322,6 +333,8 @@ class _Launch:
         match message:
             case control.Kill():
                 self.fleet.kill(message.worker)
+            case control.WantSpare() | control.RestartAll() if self.interrupts:
+                pass  # the run is being stopped
             case control.WantSpare():
                 self._spawn(self._spares(message.count))
             case control.RestartAll():
@@ -382,6 +395,12 @@ class _Launch:
                 await asyncio.to_thread(self.link.request, body)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.over.wait(), self.config.timeout)
+            elif status.phase == "forming":
+                # Perhaps a script that does not join: as under torchrun, it may catch the signal and
+                # write its own checkpoint.
+                for name in list(self.fleet.living):
+                    self.fleet.kill(name, number=signal.SIGTERM)
+                await self.fleet.wait(seconds=self.config.timeout)
             if self.code is None:
                 body = control.StopRun(reason=reason, exit_code=code)
                 await asyncio.to_thread(self.link.request, body, timeout=2.0)

@@ -23,8 +23,17 @@ that the launcher shows in its own way."""
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 _STYLES = {"event": "bold", "swap": "bold yellow", "error": "bold red"}
 _CHUNK = 1 << 16
+_LONGEST = 1 << 16
+"""Bytes of a line without an end; our choice."""
 _PLAIN_PROGRESS = 10.0
 """Seconds between progress lines where there is no terminal; our choice."""
+
+
+def _redrawn(rest: bytes) -> bytes:
+    """What has to be kept of a line without its end: a progress bar redraws it for hours."""
+    shown, mark, _ = rest.partition(TRACEBACK_MARK.encode())
+    kept = shown[shown.rstrip(b"\r").rfind(b"\r") + 1 :]
+    return kept[-_LONGEST:] + mark
 
 
 @dataclass
@@ -39,7 +48,8 @@ class _Follower:
         """Complete lines that are new; with ``last`` also one without its end."""
         found: list[str] = []
         while (chunk := self._read()) != b"":
-            *complete, self.rest = (self.rest + chunk).split(b"\n")
+            *complete, rest = (self.rest + chunk).split(b"\n")
+            self.rest = _redrawn(rest)
             found += [line.decode("utf-8", "replace") for line in complete]
         if last and self.rest:
             found.append(self.rest.decode("utf-8", "replace"))

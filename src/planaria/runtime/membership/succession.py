@@ -131,9 +131,12 @@ def lose(state: State, worker: Worker, *, reason: str, refill: bool = True) -> T
         fenced=state.fenced.set(worker, reason),
         spares=state.spares.delete(worker) if worker in state.spares else state.spares,
     )
-    if state.joinless or (state.left and state.phase == "forming"):
-        return restart(state, f"worker {worker} was lost ({reason})", actions=actions)
     wanted: Actions = [WantSpare(count=1)] if refill and state.config.refill else []
+    if state.joinless or (state.left and state.phase == "forming"):
+        if member.joinless or member.rank is not None:
+            return restart(state, f"worker {worker} was lost ({reason})", actions=actions)
+        why = f"spare {worker} of a script that does not join was lost: {reason}"
+        return Transition(state, (*actions, *wanted), why)
     if member.shard is not None:
         return _succeed(state, member, reason=reason, fencing=actions, wanted=wanted)
     if state.phase == "forming":
