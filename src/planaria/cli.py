@@ -1,4 +1,5 @@
-"""The command line: ``planaria run``, ``join``, ``train``, ``status``, ``doctor`` and ``demo``.
+"""The command line: ``planaria run``, ``join``, ``train``, ``status``, ``doctor``, ``demo``,
+``plan-comm`` and ``faith``.
 
 The only module that configures logging. Imports are lazy: ``planaria --help`` imports no torch. A
 :class:`~planaria.errors.PlanariaError` becomes one line on stderr and its exit code.
@@ -173,16 +174,11 @@ class Status:
     """PEM file with its key."""
 
     def main(self) -> int:
-        from planaria.runtime.control.protocol import Tls
+        from planaria.runtime.control.protocol import client_tls
         from planaria.runtime.coordinator import status
 
-        tls = Tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
-        return status.show(
-            self.target,
-            token_file=self.token_file,
-            as_json=self.json,
-            tls=tls if self.ca else None,
-        )
+        tls = client_tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
+        return status.show(self.target, token_file=self.token_file, as_json=self.json, tls=tls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,19 +292,6 @@ def _plan_comm() -> Any:
     return PlanComm
 
 
-_EXTRAS = {
-    **dict.fromkeys(("transformers", "tokenizers", "torchdata", "tensorboard", "pyarrow"), "llm"),
-    **dict.fromkeys(
-        ("inspect_ai", "math_verify", "latex2sympy2_extended", "gguf", "sklearn", "jinja2"), "eval"
-    ),
-    **dict.fromkeys(
-        ("monai", "openslide", "tifffile", "skimage", "torchmetrics", "h5py", "imagehash"),
-        "pathology",
-    ),
-}
-"""Module that may be missing, and the extra that brings it."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``planaria``; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -332,7 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"planaria: {error}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        from planaria.runtime.launch.doctor import extra_of
+
+        extra = extra_of(error.name or "")
         if debug or extra is None:
             raise
         sys.stderr.write(
@@ -358,6 +343,9 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     if chosen.script and not {"-h", "--help"} & set(rest[:1]):
         rest, script = split(rest, kind)
         if not script:
+            _cli(
+                kind, chosen, rest
+            )  # help, or an option that is none and took the script for a value
             usage = "OUT|HOST:PORT [options] --" if chosen.words == ("join",) else "[options]"
             raise UserError(
                 f"no script given; write planaria {' '.join(chosen.words)} {usage} "

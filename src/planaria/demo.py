@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ def show(*, out: Path, json_file: Path | None = None, steps: int = 40) -> int:
         raise UserError(
             f"steps is {steps}: give more than {_FAULT_STEP}, the step in which the worker is killed"
         )
+    if json_file is not None and (json_file.is_dir() or not os.access(json_file.parent, os.W_OK)):
+        raise UserError(f"json {json_file} cannot be written; give a file in a folder that exists")
     calm, struck = out / "undisturbed", out / "killed"
     recipe = dataclasses.replace(demo(out=calm, steps=steps), cache=out / "cache")
     prepare(recipe)

@@ -41,10 +41,6 @@ class NotRecoverable(RunError):
     """State was lost together with every copy of it, in memory and on disk."""
 
 
-class FencedError(RunError):
-    """This worker was declared lost by the coordinator and must not act any more."""
-
-
 class NonFiniteLoss(RunError):
     """The loss is NaN or infinite on at least one shard; the attempt was not committed."""
 

@@ -31,7 +31,8 @@ LINES = [
     (["stat"], "'stat' is no command of planaria; did you mean status?"),
     (
         ["xyzzy"],
-        "'xyzzy' is no command of planaria; choose one of run, join, train, status, doctor, demo",
+        "'xyzzy' is no command of planaria; choose one of run, join, train, status, doctor, demo, "
+        "plan-comm, faith",
     ),
     (["train", "lm"], "'lm' is no command of planaria train; did you mean llm?"),
     (["run"], "no script given; write planaria run [options] train.py [its arguments]"),
@@ -47,10 +48,44 @@ LINES = [
         ["run", "--port", "70000", "SCRIPT"],
         "port is 70000: give 1 to 65535, or 0 for any free port",
     ),
-    (["run", "--timeout", "0.5", "SCRIPT"], "timeout is 0.5 s: give 1 to 86400 seconds"),
+    (["run", "--timeout", "0.5", "SCRIPT"], "timeout is 0.5 s: give 2 to 86400 seconds"),
     (
         ["run", "--max-redo", "0", "SCRIPT"],
-        "max_redo is 0: give 1 or more; the interrupted step itself counts",
+        "max_redo is 0: give 1 or 2; the interrupted step itself counts",
+    ),
+    (
+        ["run", "--max-redo", "3", "SCRIPT"],
+        "max_redo is 3: give 1 or 2; the interrupted step itself counts",
+    ),
+    (
+        ["run", "--host", "::1", "SCRIPT"],
+        "host is '::1': give an IPv4 address or the name of this machine; the workers' groups do "
+        "not speak IPv6",
+    ),
+    (
+        ["run", "--preload", "nummpy", "SCRIPT"],
+        "preload 'nummpy' is no module that can be imported; check its name",
+    ),
+    (
+        ["run", "--bogus", "SCRIPT"],
+        "Unrecognized options: --bogus, SCRIPT; run planaria run --help",
+    ),
+    (
+        ["demo", "--json", "nowhere/a.json"],
+        "json nowhere/a.json cannot be written; give a file in a folder that exists",
+    ),
+    (
+        ["status", ".", "--client-certificate", "SCRIPT", "--client-key", "SCRIPT"],
+        "client_certificate is given without ca; give the PEM file of the authority that signed the "
+        "coordinator's certificate, too",
+    ),
+    (
+        ["join", "127.0.0.1:1", "--token-file", "TWO", "SCRIPT"],
+        "token file TWO does not hold one line of ASCII; give the coordinator.token of the run",
+    ),
+    (
+        ["join", "127.0.0.1:1", "--token-file", "RAW", "SCRIPT"],
+        "token file RAW is no text; give the coordinator.token of the run",
     ),
     (["run", "--max-restarts", "-1", "SCRIPT"], "max_restarts is -1: give 0 or more"),
     (["run", "--threads", "-2", "SCRIPT"], "threads is -2: give 1 or more, or 0 to leave it open"),
@@ -102,7 +137,8 @@ LINES = [
     ),
     (
         ["join", "127.0.0.1:1", "--token-file", "nothere", "SCRIPT"],
-        "token file nothere cannot be read: No such file or directory",
+        "token file nothere cannot be read: No such file or directory; give the coordinator.token of "
+        "the run",
     ),
     (
         ["demo", "--steps", "20"],
@@ -120,7 +156,13 @@ LINES = [
 def test_bad_input_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], script: str, words: list[str], line: str
 ) -> None:
-    code, out, err = run(capsys, *(script if word == "SCRIPT" else word for word in words))
+    two, raw = Path(script).with_name("two"), Path(script).with_name("raw")
+    two.write_text("a token\nand more\n")
+    raw.write_bytes(b"\xff\xfe")
+    files = {"SCRIPT": script, "TWO": str(two), "RAW": str(raw)}
+    code, out, err = run(capsys, *(files.get(word, word) for word in words))
+    for name, path in files.items():
+        line = line.replace(name, path)
     assert err == f"planaria: {line}\n"
     assert out == ""
     assert code == 2
@@ -193,6 +235,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], words: lis
     assert (code, err) == (0, "")
     for command in cli.commands():
         assert f"planaria {' '.join(command.words)} " in out
+
+
+def test_help_is_shown_after_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--workers", "2", "--help"])
+    assert caught.value.code == 0
+    assert "planaria run" in capsys.readouterr().out
 
 
 def test_help_is_fast_and_imports_no_torch() -> None:

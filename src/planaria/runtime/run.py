@@ -85,7 +85,7 @@ def join(
         UserError: ``build`` returned something without a state.
         RunError: the run was ended while this process waited.
     """
-    if max_redo < 1:
+    if max_redo not in (1, 2):
         raise ConfigError(
             f"max_redo is {max_redo}: give 1 or 2; the interrupted step itself counts"
         )
@@ -97,7 +97,7 @@ def join(
     engine = Engine(
         context,
         build=lambda index, world: _checked(build(Shard(index, world))),
-        max_redo=min(max_redo, 2),
+        max_redo=max_redo,
     )
     context.member.send(Ready())
     if not engine.take_seat():

@@ -224,3 +224,37 @@ def test_numbers_that_are_not_finite_can_be_read_again(tmp_path: Path) -> None:
     assert math.isnan(final["loss"])
     assert (final["top"], final["low"], final["lr"]) == (math.inf, -math.inf, 0.5)
     assert read_summary(tmp_path).final["top"] == math.inf
+
+
+def test_a_folder_that_is_used_again_tells_of_its_last_run() -> None:
+    lines = [*run_with_a_swap(), opened(run="s", mono=30.0), *run_with_a_swap()[1:7]]
+    lines.append(opened(run="s", resumed=True, mono=31.0))
+    summary = summarise(lines)
+    assert (summary.run, summary.steps, summary.swaps, summary.injected) == ("s", 3, (), 0)
+    assert (summary.exit_code, summary.state_digest) == (None, None)
+
+
+def test_a_regrouping_is_no_part_of_the_swap_before_it() -> None:
+    lines = run_with_a_swap()
+    at = next(i for i, line in enumerate(lines) if isinstance(line, journal.DurableSaved))
+    lines[at:at] = [
+        journal.EpochBegun(epoch=3, phase="recovering", reason="a communicator failed", mono=14.0),
+        journal.Planned(epoch=3, generation=5, redone=1, transfers=0, reason="newest", mono=14.1),
+        journal.Released(epoch=3, mono=14.2),
+        journal.AllCommitted(epoch=3, generation=6, bytes=5, step_s=3.0, mono=16.0),
+    ]
+    before, after = summarise(run_with_a_swap()), summarise(lines)
+    assert after.swaps == before.swaps
+    assert (before.steps_redone, after.steps_redone) == (1, 2)
+
+
+def test_a_second_loss_before_the_next_commit_is_a_swap_of_its_own() -> None:
+    lines = run_with_a_swap()
+    at = next(i for i, x in enumerate(lines) if isinstance(x, journal.Protected) and x.epoch == 2)
+    lines[at:at] = [
+        journal.Detected(worker="w0", how="stream", reason="cut", shard=0, mono=10.6),
+        journal.EpochBegun(epoch=3, phase="recovering", reason="shard 0", lost=(0,), mono=10.6),
+    ]
+    first, second = summarise(lines).swaps
+    assert (first.lost, first.total, first.recovery) == ((1,), None, pytest.approx(0.5))
+    assert (second.lost, second.epoch) == ((0,), 3)

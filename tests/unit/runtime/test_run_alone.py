@@ -101,6 +101,7 @@ def test_a_skipped_step_counts_and_changes_neither_weights_nor_statistics() -> N
     ("keywords", "text"),
     [
         ({"max_redo": 0}, "max_redo is 0: give 1 or 2; the interrupted step itself counts"),
+        ({"max_redo": 3}, "max_redo is 3: give 1 or 2; the interrupted step itself counts"),
         ({"on_nonfinite": "no"}, "on_nonfinite is 'no': give 'stop' or 'skip'"),
     ],
 )

@@ -223,7 +223,9 @@ class Member:
 
     def failed(self, reason: str, *, exit_code: int = 1) -> None:
         """The user's code raised, or a check failed: the run must end with this one line."""
-        self.send(messages.Failed(reason=reason, exit_code=exit_code))
+        # The text of an exception may hold what UTF-8 has no place for, such as a file's raw name.
+        plain = reason.encode("utf-8", "backslashreplace").decode()
+        self.send(messages.Failed(reason=plain, exit_code=exit_code))
 
     def close(self) -> None:
         """The script has ended: say so, let what is queued leave, end the stream.

@@ -354,6 +354,17 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
+def client_tls(*, ca: str, certificate: str, key: str) -> Tls | None:
+    """Credentials of a client; None without TLS. ``ConfigError`` where a file is missing."""
+    tls = Tls(ca=ca, certificate=certificate, key=key)
+    if certificate and not ca:
+        raise ConfigError(
+            "client_certificate is given without ca; give the PEM file of the authority that signed "
+            "the coordinator's certificate, too"
+        )
+    return tls if ca else None
+
+
 def options(*, max_message: int = MAX_MESSAGE, keepalive: float = 2.0) -> list[tuple[str, int]]:
     """gRPC options of both sides.
 
@@ -458,7 +469,6 @@ def read_contact(out: Path) -> tuple[Contact, str]:
     path = out / CONTACT_FILE
     try:
         contact = msgspec.json.decode(path.read_bytes(), type=Contact)
-        token = (out / TOKEN_FILE).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise UserError(
             f"{out} has no run to talk to ({error.strerror}: {error.filename}); "
@@ -466,4 +476,18 @@ def read_contact(out: Path) -> tuple[Contact, str]:
         ) from None
     except msgspec.MsgspecError as error:
         raise UserError(f"{path} is damaged ({error}); start the run anew") from None
-    return contact, token
+    return contact, read_token(out / TOKEN_FILE)
+
+
+def read_token(path: Path) -> str:
+    """The run's token out of a file; ``UserError`` with one line where it holds none."""
+    advice = f"give the {TOKEN_FILE} of the run"
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise UserError(f"token file {path} cannot be read: {error.strerror}; {advice}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"token file {path} is no text; {advice}") from None
+    if len(words) != 1 or not words[0].isascii():
+        raise UserError(f"token file {path} does not hold one line of ASCII; {advice}")
+    return words[0]

@@ -86,8 +86,8 @@ class CoordinatorConfig:
             raise ConfigError(f"spares is {self.spares}: give 0 or more")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port is {self.port}: give 1 to 65535, or 0 for any free port")
-        if self.max_redo < 1:
-            raise ConfigError(f"max_redo is {self.max_redo}: give 1 or more")
+        if self.max_redo not in (1, 2):
+            raise ConfigError(f"max_redo is {self.max_redo}: give 1 or 2")
         if self.keep < 1:
             raise ConfigError(f"keep is {self.keep}: give 1 or more durable checkpoints to keep")
         if not 65_536 <= self.max_message <= 1 << 30:
@@ -156,13 +156,15 @@ async def serve(
     )
     server.add_generic_rpc_handlers((handlers(desk),))
     await server.start()
-    control.write_contact(
-        config.out,
-        control.Contact(
-            address=address, run=config.run, pid=os.getpid(), tls=config.tls is not None
-        ),
-        token,
+    contact = control.Contact(
+        address=address, run=config.run, pid=os.getpid(), tls=config.tls is not None
     )
+    try:
+        control.write_contact(config.out, contact, token)
+    except OSError as error:
+        raise UserError(
+            f"out {config.out} cannot be written ({error.strerror}); give another folder with --out"
+        ) from None
     desk.begin(address=address, resumed=resumed)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

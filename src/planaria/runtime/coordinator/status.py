@@ -126,13 +126,7 @@ def show(
     """Print the status of ``target``; the exit code of the command."""
     token = None
     if token_file is not None:
-        try:
-            token = token_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise UserError(
-                f"token file {token_file} cannot be read: {error.strerror}; give the "
-                f"{control.TOKEN_FILE} of the run"
-            ) from None
+        token = control.read_token(token_file)
     state = status(target, token=token, tls=tls)
     if as_json:
         sys.stdout.write(msgspec.json.encode(state).decode() + "\n")

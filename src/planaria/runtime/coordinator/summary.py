@@ -93,6 +93,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     samples_digest: str | None
     swaps: tuple[Swap, ...]
     steps_redone: int
+    """Over all swaps, and over the recoveries in which communicators failed and nobody was lost."""
     injected: int
     """Faults that tests let fire."""
     protected_bytes: int
@@ -106,8 +107,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(entries: Iterable[AnyEntry]) -> Summary:
-    """What a journal says, in one value."""
+    """What a journal says of its last run, in one value.
+
+    A folder that was used again holds several; a coordinator that took over goes on with the same.
+    """
     lines = list(entries)
+    begins = [i for i, x in enumerate(lines) if isinstance(x, Opened) and not x.resumed]
+    lines = lines[begins[-1] :] if begins else lines
     opened = _all(lines, Opened)
     if not opened:
         raise DataError("the journal holds no run: its first line, 'opened', is missing")
@@ -139,7 +145,7 @@ def summarise(entries: Iterable[AnyEntry]) -> Summary:
         state_digest=_digest([f.state_digest for _, f in sorted(finished.items())], world),
         samples_digest=_digest([f.samples_digest for _, f in sorted(finished.items())], world),
         swaps=swaps,
-        steps_redone=sum(swap.redone for swap in swaps),
+        steps_redone=_redone(lines),
         injected=len(_all(lines, Injected)),
         protected_bytes=volume,
         protected_bytes_per_step=volume / steps if steps else 0.0,
@@ -177,27 +183,39 @@ def _digest(parts: list[str], world: int) -> str | None:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _swaps(lines: list[AnyEntry]) -> Iterator[Swap]:
-    """Cut the journal into recoveries: from the loss of an owner to the next one or the end."""
-    begins = [
-        index
-        for index, line in enumerate(lines)
-        if isinstance(line, Detected) and line.shard is not None and not _in_recovery(lines[:index])
-    ]
-    for begin, end in itertools.pairwise([*begins, len(lines)]):
-        swap = _swap(lines[:begin], lines[begin:end])
-        if swap is not None:
-            yield swap
+def _recoveries(lines: list[AnyEntry]) -> Iterator[tuple[int, int]]:
+    """Cut the journal into recoveries: from the loss of an owner to whatever comes next.
 
-
-def _in_recovery(before: list[AnyEntry]) -> bool:
-    """Whether an owner's loss belongs to a recovery that has not restored everyone yet."""
-    for line in reversed(before):
+    That is the next loss after all had restored, a regrouping in which nobody was lost, or the end.
+    """
+    begins: list[int] = []
+    restoring = False
+    for index, line in enumerate(lines):
         if isinstance(line, Released):
-            return False
-        if isinstance(line, Detected) and line.shard is not None:
-            return True
-    return False
+            restoring = False
+        elif isinstance(line, Detected) and line.shard is not None:
+            if not restoring:
+                begins.append(index)
+            restoring = True
+        elif isinstance(line, EpochBegun) and not line.lost and not restoring:
+            begins.append(index)
+            restoring = True
+    yield from itertools.pairwise([*begins, len(lines)])
+
+
+def _swaps(lines: list[AnyEntry]) -> Iterator[Swap]:
+    """The recoveries in which an owner was lost."""
+    for begin, end in _recoveries(lines):
+        if isinstance(lines[begin], Detected):
+            swap = _swap(lines[:begin], lines[begin:end])
+            if swap is not None:
+                yield swap
+
+
+def _redone(lines: list[AnyEntry]) -> int:
+    """Steps done again over all recoveries; what counts of each is the plan that came to its end."""
+    plans = (_all(lines[begin:end], Planned) for begin, end in _recoveries(lines))
+    return sum(made[-1].redone for made in plans if made)
 
 
 def _swap(before: list[AnyEntry], lines: list[AnyEntry]) -> Swap | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import os
 import pickle
 import secrets
@@ -21,6 +22,7 @@ import planaria
 from planaria.errors import ConfigError, UserError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.inject import Fault, parse
+from planaria.runtime.membership.limits import SHORTEST
 
 CONFIG_FILE = "config.toml"
 MAX_WORKERS = 16_384
@@ -67,28 +69,33 @@ class _Common:
         _check_argument(self.function, self.argument)
         if not 0 <= self.spares <= MAX_WORKERS:
             raise ConfigError(f"spares is {self.spares}: give 0 to {MAX_WORKERS}")
-        if not 1.0 <= self.timeout <= 86_400.0:
-            raise ConfigError(f"timeout is {self.timeout:g} s: give 1 to 86400 seconds")
+        if not SHORTEST <= self.timeout <= 86_400.0:
+            raise ConfigError(f"timeout is {self.timeout:g} s: give {SHORTEST:g} to 86400 seconds")
         if self.threads < 0:
             raise ConfigError(f"threads is {self.threads}: give 1 or more, or 0 to leave it open")
         if self.threads == 0:
             object.__setattr__(self, "threads", _default_threads())
-        _ = control.Tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
+        _ = self.tls
+        for module in self.preload:
+            _check_preload(module)
 
     @property
     def tls(self) -> control.Tls | None:
         """Credentials of launcher and workers; None without TLS."""
-        if not self.ca:
-            return None
-        return control.Tls(ca=self.ca, certificate=self.client_certificate, key=self.client_key)
+        return control.client_tls(
+            ca=self.ca, certificate=self.client_certificate, key=self.client_key
+        )
 
     @cached_property
     def digest(self) -> str:
-        """Of the script's text, its arguments and the configuration; equal on all machines."""
+        """Of the script's text, its arguments and the configuration; equal on all machines.
+
+        With the threads, because sums of floats depend on their number.
+        """
         state = hashlib.sha256()
         if self.script is not None:
             state.update(Path(self.script).read_bytes())
-        state.update(repr((self.function, self.argument, self.arguments)).encode())
+        state.update(repr((self.function, self.argument, self.arguments, self.threads)).encode())
         return state.hexdigest()[:16]
 
 
@@ -127,9 +134,14 @@ class LaunchConfig(_Common):
             raise ConfigError(f"workers is {self.workers}: give 1 to {MAX_WORKERS}")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port is {self.port}: give 1 to 65535, or 0 for any free port")
-        if self.max_redo is not None and self.max_redo < 1:
+        if ":" in self.host:
             raise ConfigError(
-                f"max_redo is {self.max_redo}: give 1 or more; the interrupted step itself counts"
+                f"host is {self.host!r}: give an IPv4 address or the name of this machine; "
+                "the workers' groups do not speak IPv6"
+            )
+        if self.max_redo not in (None, 1, 2):
+            raise ConfigError(
+                f"max_redo is {self.max_redo}: give 1 or 2; the interrupted step itself counts"
             )
         if self.max_restarts < 0:
             raise ConfigError(f"max_restarts is {self.max_restarts}: give 0 or more")
@@ -212,6 +224,19 @@ def check_target(script: str | None, function: tuple[str, str] | None) -> None:
         raise UserError(f"script {script} cannot be read; check its permissions")
 
 
+def _check_preload(module: str) -> None:
+    """The server leaves out what it cannot import, so a wrong name is found here.
+
+    Only the first part of a name: more of it would import its package, perhaps torch.
+    """
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])
+    except ValueError:
+        found = None
+    if found is None:
+        raise UserError(f"preload {module!r} is no module that can be imported; check its name")
+
+
 def _check_argument(function: tuple[str, str] | None, argument: Any) -> None:
     """Workers get the argument as a pickle, and have no copy of the launcher's own main file."""
     if function is None:
@@ -268,6 +293,16 @@ def write_config(config: LaunchConfig) -> None:
         ) from None
 
 
+def make_logs(config: JoinConfig) -> None:
+    """Make the folder of the logs; :class:`UserError` where it cannot be."""
+    try:
+        config.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"out {config.out} cannot be written ({error.strerror}); give another folder with --out"
+        ) from None
+
+
 def _plain(value: Any) -> Any:
     """``value`` in what TOML knows; None has no place there and is left out."""
     if isinstance(value, dict):
@@ -304,8 +339,4 @@ def contact(
             f"{target} asks for the run's token; give --token-file "
             f"(the run keeps it in OUT/{control.TOKEN_FILE})"
         )
-    try:
-        token = token_file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UserError(f"token file {token_file} cannot be read: {error.strerror}") from None
-    return target, token
+    return target, control.read_token(token_file)

@@ -91,7 +91,13 @@ class CoordinatorProcess:
         def die_with_launcher() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-        with self.log.open("ab") as log:
+        try:
+            opened = self.log.open("ab")
+        except OSError as error:
+            raise UserError(
+                f"log {self.log} cannot be written ({error.strerror}); give another folder with --out"
+            ) from None
+        with opened as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "planaria.runtime.coordinator", *options],
                 env=environment,

@@ -33,10 +33,25 @@ _FILES_PER_WORKER = 64
 _PR_GET_PDEATHSIG = 2
 _EXTRAS = {
     "llm": ("transformers", "tokenizers", "safetensors", "torchdata", "tensorboard", "pyarrow"),
-    "eval": ("inspect_ai", "math_verify", "sklearn"),
-    "pathology": ("monai", "openslide", "tifffile", "skimage", "torchmetrics"),
+    "eval": ("inspect_ai", "math_verify", "latex2sympy2_extended", "gguf", "sklearn", "jinja2"),
+    "pathology": (
+        "monai",
+        "openslide",
+        "tifffile",
+        "skimage",
+        "torchmetrics",
+        "h5py",
+        "imagehash",
+    ),
     "report": ("matplotlib", "jinja2"),
 }
+"""Modules that each extra brings."""
+
+
+def extra_of(module: str) -> str | None:
+    """The extra that brings ``module``; None where none does."""
+    name = module.partition(".")[0]
+    return next((extra for extra, modules in _EXTRAS.items() if name in modules), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,13 @@ from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
 from planaria.runtime.coordinator import lock
 from planaria.runtime.launch import worker
-from planaria.runtime.launch.config import JoinConfig, LaunchConfig, versions, write_config
+from planaria.runtime.launch.config import (
+    JoinConfig,
+    LaunchConfig,
+    make_logs,
+    versions,
+    write_config,
+)
 from planaria.runtime.launch.coordinator_process import CoordinatorProcess
 from planaria.runtime.launch.fleet import PRELOAD, Child, Fleet
 from planaria.runtime.launch.screen import TRACEBACK_MARK, Screen
@@ -115,7 +121,7 @@ class _Launch:
         else:
             address, token = self.config.address, self.config.token
             run = await asyncio.to_thread(_run_at, self.config)
-            self.config.logs.mkdir(parents=True, exist_ok=True)
+            make_logs(self.config)
         self.invitation = control.Invitation(
             address=address,
             token=token,

@@ -25,7 +25,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planaria.errors import FencedError, JoinError, PlanariaError
+from planaria.errors import JoinError, PlanariaError
 from planaria.runtime.control.protocol import Invitation
 from planaria.runtime.inject import Fault
 from planaria.runtime.launch import joinless
@@ -227,9 +227,6 @@ def _attempt(task: Task) -> tuple[str, int]:
         _run(task)
     except SystemExit as error:
         return _of_exit(error)
-    except FencedError as error:
-        sys.stderr.write(f"{error}\n")
-        return "", error.exit_code
     except PlanariaError as error:
         _log_traceback()
         return str(error), error.exit_code
