@@ -43,9 +43,6 @@ class Batches(Generic[T]):
     [1, 2, 3, 1]
     """
 
-    cursor = True
-    """Stays where it is when an attempt with a non-finite loss is skipped."""
-
     def __init__(self, loader: Iterable[T], *, set_epoch: Any = None, keep: int = 64) -> None:
         for name in ("state_dict", "load_state_dict"):
             if not callable(getattr(loader, name, None)):
@@ -107,7 +104,9 @@ class Batches(Generic[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         taken = state["taken"]
         oldest = self._kept[0][0] if self._kept else self._fetched
-        if oldest <= taken <= self._fetched and (self._fetched or not taken):
+        # Without an iterator the loader stands wherever it was positioned last.
+        goes_on = self._iterator is not None or taken == self._fetched == 0
+        if goes_on and oldest <= taken <= self._fetched:
             # What lies between is still here, whatever the loader has prefetched since.
             self._taken, self._epoch, self._state = taken, state["epoch"], state["loader"]
             return

@@ -38,6 +38,7 @@ class Protection:
         self._shard = shard
         self._member = member
         self._data = data
+        data.access.timeout = member.limits.transfer
         self._on_event = on_event
         self._plan: Plan | None = None
         self._hold: Hold | None = None
@@ -45,6 +46,8 @@ class Protection:
         self._directed = -1
         """Epoch in which copies are sent."""
         self._lock = threading.Lock()
+        self._released = -1
+        """Epoch in which nothing is held any more but what this worker is the holder of."""
         self._newest = 0
         """Generation whose capture or send is under way, for injected faults."""
         self._start()
@@ -101,11 +104,12 @@ class Protection:
             )
         )
 
-    def _failed(self, error: Exception) -> None:
-        """The holder cannot be reached: if it is lost, the coordinator will say so."""
-        plan = self._plan
-        if isinstance(error, CommError) and plan is not None:
-            self._member.send(Broke(epoch=plan.epoch, reason=f"replication: {error}"))
+    def _failed(self, epoch: int, error: Exception) -> None:
+        """The holder of ``epoch`` cannot be reached: if it is lost, the coordinator will say so.
+        Sending thread.
+        """
+        if isinstance(error, CommError):
+            self._member.send(Broke(epoch=epoch, reason=f"replication: {error}"))
             return
         self._member.failed(f"shard {self._shard} cannot be protected: {error}")
 
@@ -149,11 +153,20 @@ class Protection:
         begin_epoch(self._data, plan)
 
     def release(self) -> None:
-        """The swap is over: copies of shards that others hold now are no source any more."""
-        plan = self._plan
-        if plan is not None:
-            mine = [s for s, worker in plan.holders.items() if worker == self._member.worker]
-            self._data.held.keep(mine)
+        """All shards are committed in the plan's epoch: the copies of those that others hold now
+        are no source any more. Where one is just being read, the next call frees it; once all are
+        free, calls do nothing. Control thread.
+        """
+        plan, hold = self._plan, self._hold
+        if plan is None or self._released == plan.epoch:
+            return
+        holders = [plan.holders]
+        if hold is not None and hold.epoch == plan.epoch:
+            holders.append(hold.holders)
+        me = self._member.worker
+        mine = {shard for of in holders for shard, worker in of.items() if worker == me}
+        if self._data.held.keep(mine):
+            self._released = plan.epoch
 
     def forget(self) -> None:
         """All captures and copies are void: the run goes on from the disk."""

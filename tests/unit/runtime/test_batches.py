@@ -69,6 +69,21 @@ def test_a_way_back_beyond_what_is_kept_positions_the_loader_anew() -> None:
     assert [next(data) for _ in range(3)] == [1, 2, 3]
 
 
+def test_a_loader_that_was_positioned_and_not_begun_is_positioned_again() -> None:
+    """Two ways back in a row to the same number, out of different states."""
+    first, second = Batches(loader(6)), Batches(loader(3))
+    for _ in range(4):
+        next(first)
+        next(second)
+    data = Batches(loader(6))
+    data.load_state_dict(first.state_dict())
+    state = second.state_dict()
+    data.load_state_dict(state)
+    assert data.state_dict() == state
+    # One sample of the second epoch was taken.
+    assert next(data) == 1
+
+
 def test_the_state_is_not_changed_by_going_on() -> None:
     data = Batches(loader())
     next(data)

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import hmac
+import os
 import secrets
+import select
 import socket
 import struct
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -162,40 +166,84 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def connect(address: str, access: Access) -> socket.socket:
-    """A connection to the data server at ``address``, proved both ways.
+def connect(address: str, access: Access, epoch: int) -> socket.socket:
+    """A connection to the data server at ``address``, proved both ways, for ``epoch``.
 
-    Raises :class:`~planaria.errors.CommError` where nobody answers, or not with the proof.
+    It is in the fence from its first packet on: whoever closes it leaves the fence before. Raises
+    :class:`~planaria.errors.EpochSuperseded` where ``epoch`` is over, before or meanwhile, else
+    :class:`~planaria.errors.CommError` where nobody answers, or not with the proof.
     """
-    try:
-        sock = socket.create_connection(split_address(address), timeout=access.timeout)
-    except OSError as error:
-        raise CommError(
-            f"no data server answers at {address} ({error}): its worker is gone or unreachable"
-        ) from error
+    sock = _reach(address, access, epoch)
     try:
         tune(sock)
         sock.settimeout(min(HANDSHAKE_SECONDS, access.timeout))
-        theirs = _read(sock, len(MAGIC) + NONCE_BYTES)
-        mine = secrets.token_bytes(NONCE_BYTES)
-        if not theirs.startswith(MAGIC):
-            raise CommError(f"what listens at {address} is no data server: check the address")
-        challenge = theirs[len(MAGIC) :]
-        sock.sendall(mine + access.proof(b"client", challenge, mine))
-        wanted = access.proof(b"server", mine, challenge)
-        if not hmac.compare_digest(_read(sock, len(wanted)), wanted):
-            raise CommError(f"the data server at {address} does not know this run's token")
+        _prove(sock, access, address)
         sock.settimeout(access.timeout)
-    except OSError as error:
+    except BaseException as error:
+        access.fence.leave(sock)
         sock.close()
+        if not isinstance(error, OSError):
+            raise
+        access.fence.check(epoch)
         raise CommError(
             f"the data server at {address} did not accept this worker ({error or 'closed'}): "
             "it belongs to another run, or its worker is gone"
         ) from error
-    except BaseException:
-        sock.close()
-        raise
     return sock
+
+
+def _reach(address: str, access: Access, epoch: int) -> socket.socket:
+    """The first of the host's addresses that answers."""
+    access.fence.check(epoch)
+    last: OSError = OSError("the host has no address")
+    try:
+        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
+    except OSError as error:
+        found, last = [], error
+    for family, kind, protocol, _, place in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            _join(sock, place, access, epoch)
+            return sock
+        except BaseException as error:
+            access.fence.leave(sock)
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
+            access.fence.check(epoch)
+            last = error
+    raise CommError(
+        f"no data server answers at {address} ({last}): its worker is gone or unreachable"
+    ) from last
+
+
+def _join(sock: socket.socket, place: Any, access: Access, epoch: int) -> None:
+    """Connect, so that :meth:`Fence.advance` ends it at any moment."""
+    sock.setblocking(False)
+    code = sock.connect_ex(place)
+    # Only now: cutting a socket that has not begun to connect would not keep it from beginning.
+    access.fence.enter(sock, epoch)
+    if code == errno.EINPROGRESS:
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT)
+        if not poller.poll(1000 * access.timeout):
+            raise TimeoutError(f"{access.timeout:g} s without an answer")
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _prove(sock: socket.socket, access: Access, address: str) -> None:
+    """The client's side of the handshake."""
+    theirs = _read(sock, len(MAGIC) + NONCE_BYTES)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    if not theirs.startswith(MAGIC):
+        raise CommError(f"what listens at {address} is no data server: check the address")
+    challenge = theirs[len(MAGIC) :]
+    sock.sendall(mine + access.proof(b"client", challenge, mine))
+    wanted = access.proof(b"server", mine, challenge)
+    if not hmac.compare_digest(_read(sock, len(wanted)), wanted):
+        raise CommError(f"the data server at {address} does not know this run's token")
 
 
 def accept(sock: socket.socket, access: Access) -> bool:
