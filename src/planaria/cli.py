@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import tyro
 
 import planaria
+from planaria import capabilities
 from planaria.errors import PlanariaError, UserError
 
 _FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
@@ -137,26 +138,6 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLlm:
-    """Train a language model on text."""
-
-    launching: tyro.conf.OmitArgPrefixes[Launching]
-    recipe: tyro.conf.OmitArgPrefixes[Any]
-
-    def main(self) -> int:
-        from planaria.demo import MODULE, PRELOAD
-        from planaria.recipes.llm import prepare
-        from planaria.runtime.launch.config import for_recipe
-        from planaria.runtime.launch.launcher import launch
-
-        fields = _fields(self.launching)
-        config = for_recipe(self.recipe, module=MODULE, preload=PRELOAD, **fields)
-        # Before any process starts: a corpus that cannot be read is one line.
-        prepare(self.recipe, world=self.launching.workers)
-        return launch(config)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Status:
     """Show who holds which shard of a living run, its generation, and whether it is protected."""
 
@@ -211,17 +192,17 @@ class Demo:
         return demo.show(out=self.out, json_file=self.json, steps=self.steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
     """One command: its words, its line in the help, and the type that tyro reads."""
 
     words: tuple[str, ...]
     summary: str
     load: Callable[[], Any]
-    script: bool = False
-    """Whether a script with its own arguments follows; ``main`` is then called with them."""
     run: Callable[[Any], int] = lambda command: command.main()
     """What is done with the parsed command; the exit code."""
+    script: bool = False
+    """Whether a script with its own arguments follows; ``main`` is then called with them."""
 
 
 def commands() -> tuple[Command, ...]:
@@ -239,57 +220,11 @@ def commands() -> tuple[Command, ...]:
             load=lambda: Join,
             script=True,
         ),
-        Command(words=("train", "llm"), summary="train a language model on text", load=_train_llm),
         Command(words=("status",), summary="who holds which shard of a run", load=lambda: Status),
         Command(words=("doctor",), summary="what this machine can do", load=lambda: Doctor),
         Command(words=("demo",), summary="lose a worker and nothing else", load=lambda: Demo),
-        Command(
-            words=("plan-comm",),
-            summary="what a step sends, dense and sparse, and how long that takes",
-            load=_plan_comm,
-            run=lambda command: command.run(),
-        ),
-        *(
-            Command(words=("faith", name), summary=summary, load=_faith(name), run=_run_faith)
-            for name, summary in _FAITH.items()
-        ),
+        *(Command(*entry) for entry in capabilities.entries(Launching)),
     )
-
-
-_FAITH = {
-    "score": "score chains of thought for faithfulness and consistency",
-    "select": "sample chains, score them, choose, report accuracy",
-    "meta": "agreement of the scores with labels of steps",
-    "exemplars": "few-shot examples, ready to paste",
-    "view": "one page of a scored run",
-}
-
-
-def _faith(name: str) -> Callable[[], Any]:
-    def load() -> Any:
-        from planaria.faithfulness.commands import COMMANDS
-
-        return COMMANDS[name]
-
-    return load
-
-
-def _run_faith(command: Any) -> int:
-    from planaria.faithfulness.commands import execute
-
-    lines = execute(command, note=lambda line: _say(sys.stderr, line))
-    _say(sys.stdout, "\n".join(lines))
-    return 0
-
-
-def _say(stream: TextIO, line: str) -> None:
-    stream.write(line + "\n")
-
-
-def _plan_comm() -> Any:
-    from planaria.optim.commands import PlanComm
-
-    return PlanComm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -433,20 +368,6 @@ def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
         if error.code in (0, None):  # --help
             raise
         raise UserError(one_line(said.getvalue())) from None
-
-
-def _train_llm() -> Any:
-    """:class:`TrainLlm` with the fields of the recipe's configuration."""
-    from planaria.recipes.llm.config import LlmConfig
-
-    return dataclasses.make_dataclass(
-        "TrainLlm",
-        [("recipe", tyro.conf.OmitArgPrefixes[LlmConfig])],
-        bases=(TrainLlm,),
-        namespace={"__doc__": TrainLlm.__doc__},
-        frozen=True,
-        kw_only=True,
-    )
 
 
 def one_line(box: str) -> str:

@@ -235,6 +235,9 @@ SlideCommand = (
 )
 """What ``planaria slide`` parses."""
 
+COMMANDS: dict[str, type[Any]] = {"info": Info, "tile": Tile, "predict": Predict, "view": View}
+"""Subcommands by name."""
+
 
 def write_overlays(
     slide: Slide,
