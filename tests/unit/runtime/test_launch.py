@@ -312,6 +312,36 @@ def test_a_signal_ends_everything(
     assert not checkpoint.name.endswith(".partial")
 
 
+CAUGHT = """
+import os, signal, sys, time
+from pathlib import Path
+
+def save(number, frame):
+    Path(sys.argv[1] + os.environ["RANK"]).write_text("saved")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("here", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_script_that_does_not_join_may_save_on_sigterm(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out = tmp_path / "out"
+    words = ("run", "--workers", "2", "--out", str(out), write(tmp_path, CAUGHT))
+    child = started(*words, str(tmp_path / "saved"))
+    logs = [out / "logs" / f"w{rank}.log" for rank in range(2)]
+    until(lambda: all(log.exists() and "here" in log.read_text() for log in logs))
+    child.send_signal(signal.SIGTERM)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 143, said
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == ["saved", "saved"]
+    until(lambda: of_run(out) == [], seconds=5)
+
+
 def test_a_second_signal_ends_everything_at_once(
     tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:

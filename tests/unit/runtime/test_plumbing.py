@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from tests.support.control_plane import invitation
 
 from planaria.errors import CheckpointError, ConfigError, EpochSuperseded, UserError
+from planaria.runtime.control import caller
 from planaria.runtime.control import protocol as control
 from planaria.runtime.coordinator import publish, store
 from planaria.runtime.coordinator.keys import EpochKeys
@@ -139,3 +141,13 @@ def test_a_checkpoint_counts_once_it_is_published(tmp_path: Path) -> None:
     assert (path / "new").exists()
     # What a fenced worker of an older epoch writes goes into a folder of its own.
     assert publish.partial_path(tmp_path, 1, epoch=2) != partial
+
+
+def test_what_a_failed_stream_has_not_taken_is_kept() -> None:
+    queue: SimpleQueue[tuple[bytes, bool] | None] = SimpleQueue()
+    for item in ((b"hello", False), (b"a", True), (b"pong", False), (b"b", True), None):
+        queue.put(item)
+    taken: list[bytes] = []
+    sent = caller._drain(queue, taken)
+    assert [next(sent), next(sent)] == [b"hello", b"a"]
+    assert (taken, list(caller._rest(queue))) == ([b"a"], [b"b"])
