@@ -31,8 +31,8 @@ LINES = [
     (["stat"], "'stat' is no command of planaria; did you mean status?"),
     (
         ["xyzzy"],
-        "'xyzzy' is no command of planaria; choose one of run, join, train, status, doctor, demo, "
-        "plan-comm, faith",
+        "'xyzzy' is no command of planaria; choose one of run, join, status, doctor, demo, "
+        "train, plan-comm, faith, slide",
     ),
     (["train", "lm"], "'lm' is no command of planaria train; did you mean llm?"),
     (["run"], "no script given; write planaria run [options] train.py [its arguments]"),
