@@ -135,16 +135,14 @@ def lose(state: State, worker: Worker, *, reason: str, refill: bool = True) -> T
     if state.joinless or (state.left and state.phase == "forming"):
         if member.joinless or member.rank is not None:
             return restart(state, f"worker {worker} was lost ({reason})", actions=actions)
-        why = f"spare {worker} of a script that does not join was lost: {reason}"
-        return Transition(state, (*actions, *wanted), why)
+        return Transition(state, (*actions, *wanted), f"spare {worker} was lost: {reason}")
     if member.shard is not None:
         return _succeed(state, member, reason=reason, fencing=actions, wanted=wanted)
     if state.phase == "forming":
         return _lose_before_forming(state, member, reason=reason, fencing=actions, wanted=wanted)
     if state.phase == "waiting" and _nobody_will_come(state):
         return end(state, _no_spare(state), exit_code=1, actions=actions)
-    held = state.holders.get(0) == worker
-    if held:
+    if held := state.holders.get(0) == worker:
         state = replace(state, holders=Map())
     state, told = rehold(state, lost=held)
     what = "a spare" if member.ready else "a worker that was starting"
@@ -177,10 +175,8 @@ def _renew(state: State) -> tuple[State, list[Discard]]:
     """A new epoch that knows nothing of the last one's recovery and commits."""
     epoch = state.epoch + 1
     why = f"epoch {epoch} began before it was complete"
-    discards = [
-        Discard(generation=g, epoch=state.epoch, reason=why, superseded=True)
-        for g in sorted(state.written)
-    ]
+    old = Discard(generation=0, epoch=state.epoch, reason=why, superseded=True)
+    discards = [replace(old, generation=g) for g in sorted(state.written)]
     state = replace(
         state,
         epoch=epoch,
