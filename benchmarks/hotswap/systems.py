@@ -114,7 +114,7 @@ def torchft(task: Task, *, limit: float) -> None:
 
     A lighthouse, and for each replica group a ``torchrun`` of its own that starts a dead worker
     again, as torchft's README has it. All but one must be there: with the README's single one, a
-    worker that was started again trains alone from step 0 while the others are still stuck, gets
+    worker that was started again trains alone from step 0 while the others start again, too, gets
     ahead of them, and they take over its state. Raises :class:`RunError` where it does not get
     there.
     """
