@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -27,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planaria
 
-Kind = Literal["ddp", "fsdp", "hsdp", "single"]
+Kind = Literal["ddp", "fsdp", "hsdp", "single", "plain"]
+"""``plain``: each worker trains a model of its own, half of it frozen by ``build``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,10 @@ def build(job: Job) -> dict[str, Any]:
     time.sleep(job.slow_build)
     torch.manual_seed(job.seed)
     model: nn.Module
-    if job.kind in ("ddp", "single"):
+    if job.kind == "plain":
+        model = perceptron()
+        model[0].requires_grad_(False)
+    elif job.kind in ("ddp", "single"):
         model = Convolutional()
         if job.kind == "ddp":
             model = DistributedDataParallel(model)
@@ -230,6 +235,54 @@ def wait_for_go(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
     while attempt.step == 3 and not (Path(job.final) / "go").exists():
         assert time.monotonic() < end, "the file 'go' did not come"
         time.sleep(0.01)
+
+
+def hold_the_interpreter(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """A thread that computes in one call, without ever letting the interpreter go: 0.4 s each."""
+    if attempt.step in (4, 6) and run.shard.index != 1:
+        number = 3**150_000
+        threading.Thread(target=lambda: [str(number) for _ in range(1)], daemon=True).start()
+
+
+def print_garbage(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    os.write(1, bytes(range(256)) * 4 + b"\x1b[2J\x00 without an end")
+    os.write(2, b"\xff\xfe\x00[w0] planaria: {}\n" + b"y" * 70_000)
+    print("\udc80", "\x00", "é" * 5000, end="\r")
+
+
+def evaluate(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """An evaluation inside the attempt, with the model's own collectives."""
+    run.model.eval()
+    with torch.no_grad():
+        score = run.model(torch.ones(6, 16)).sum()
+    dist.all_reduce(score)
+    run.model.train()
+    attempt.log(score=score)
+
+
+def draw_elsewhere(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """Data of a generator of the user's own, made from the step, beside the global ones."""
+    generator = torch.Generator().manual_seed(attempt.step)
+    assert torch.rand((), generator=generator) < random.random() + 1
+
+
+def thaw(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    if attempt.step == 3:
+        run.model[0].requires_grad_(True)
+
+
+def enlarge(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """A module that ``build`` has not made."""
+    if attempt.step == 4:
+        run.model[1].register_module("extra", nn.Linear(2, 2))
+
+
+def fill_the_disk(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """This process may write no file beyond 600 bytes from now on, until step 6."""
+    if run.shard.index == 1 and attempt.step in (2, 6):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600 if attempt.step == 2 else most, most))
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from planaria.errors import AttemptBroken, CommError, EpochSuperseded
 
 if TYPE_CHECKING:
     from planaria.comm.handle import RebuildableGroup
+    from planaria.comm.work import Pending
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ _MUST_COMPLETE = (
     "torch/distributed/fsdp/",
     "torch/distributed/pipelining/",
 )
+_ROUND = 0.05
+"""Seconds between two rounds of shutting sockets."""
+_GIVEN_UP = 40
+"""Rounds; gloo ends what it has not lost within one."""
 
 
 class Mode(enum.Enum):
@@ -97,6 +102,9 @@ class Domain:
         self._resting.set()
         self._superseded_below = 0
         self._store: EpochStore | None = None
+        self._pending: set[Pending] = set()
+        self.lost: list[Any] = []
+        """Inner groups with an operation that was given up: to let one go would wait for it."""
 
     # ------------------------------------------------------------------ leaving
 
@@ -139,27 +147,39 @@ class Domain:
         """As :meth:`overtake`, and on until the training thread stands still. Any thread.
 
         Sockets are shut again and again meanwhile, since a group that is being connected opens new
-        ones; a training thread that computes is waited for.
+        ones; a training thread that computes is waited for. A collective that does not end though
+        its sockets were shut :data:`_GIVEN_UP` times is one that gloo has lost.
         """
         if not self.overtake(epoch, reason):
             return
-        while not self._resting.wait(0.05):
+        rounds = (
+            0  # and no clock: a process that stood still has given gloo's threads no time either
+        )
+        while not self._resting.wait(_ROUND):
             with self._lock:
                 if self.epoch >= epoch:
                     return
                 self._free()
+                rounds += 1
+                stuck = list(self._pending) if rounds >= _GIVEN_UP else []
+            for pending in stuck:
+                pending.give_up()
 
-    def enter(self) -> None:
+    def enter(self, pending: Pending | None = None) -> None:
         """A collective was launched. Training thread, and autograd's."""
         with self._lock:
             self.entered += 1
             self.outstanding += 1
+            if pending is not None:
+                self._pending.add(pending)
 
-    def leave(self, epoch: int) -> None:
+    def leave(self, epoch: int, pending: Pending | None = None) -> None:
         """A collective of ``epoch`` has ended. Any thread."""
         with self._lock:
             if epoch == self.epoch:
                 self.outstanding -= 1
+            if pending is not None:
+                self._pending.discard(pending)
 
     def rest(self) -> None:
         """The training thread has left every collective."""

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import (
 from torch.futures import Future
 
 from planaria.comm.domain import Domain, Mode
-from planaria.comm.work import HandleWork, WaitedWork, first_line, last
+from planaria.comm.work import HandleWork, Pending, WaitedWork, first_line, last
 from planaria.errors import CommError, EpochSuperseded, UserError
 
 BACKEND = "planaria"
@@ -75,6 +75,7 @@ class RebuildableGroup(dist.ProcessGroup):
         self._my_size = size
         self._description = "undefined"
         self.inner: Any = None
+        self._has_lost = False
 
     # ------------------------------------------------------------------ inside
 
@@ -89,7 +90,12 @@ class RebuildableGroup(dist.ProcessGroup):
 
     def drop(self) -> None:
         """Let the inside go. Training thread only, and after its sockets have been shut."""
-        self.inner = None
+        if self._has_lost:
+            self._domain.lost.append(self.inner)
+        self.inner, self._has_lost = None, False
+
+    def _lose(self) -> None:
+        self._has_lost = True
 
     # ------------------------------------------------------------------ what c10d asks of a group
 
@@ -153,8 +159,12 @@ class RebuildableGroup(dist.ProcessGroup):
         launch: Callable[[Any], Any],
         outputs: list[torch.Tensor],
         alone: Callable[[], None],
+        arrived: Callable[[], None] | None = None,
     ) -> HandleWork:
-        """Launch on the inside, or do ``alone`` what the operation means for the caller's own data."""
+        """Launch on the inside, or do ``alone`` what the operation means for the caller's own data.
+
+        ``arrived`` brings what has come into ``outputs``, where the inner operation does not.
+        """
         domain = self._domain
         if domain.mode is not Mode.LIVE:
             return self._alone(outputs, alone)
@@ -171,30 +181,19 @@ class RebuildableGroup(dist.ProcessGroup):
                 raise
             domain.fail(epoch, f"{type(error).__name__}: {first_line(error)}")
             return self._alone(outputs, alone)
-        domain.enter()
         try:
             inner_future = work.get_future()
         except RuntimeError:  # "Work::getFuture not implemented."
-            waited = WaitedWork(domain, outputs, work, epoch)
-            if domain.on_collective is not None:
-                domain.on_collective()
-            return waited
-        future: Future[Any] = Future()
-
-        def finish(done: Future[Any]) -> None:
-            # Runs on gloo's own thread: it must never hold the last reference to an inner group.
-            try:
-                done.value()
-            except Exception as error:
-                domain.fail(epoch, f"{type(error).__name__}: {first_line(error)}")
-            finally:  # whatever fails here, the training thread must not wait for ever
-                domain.leave(epoch)
-                future.set_result(outputs)
-
-        inner_future.add_done_callback(finish)
+            domain.enter()
+            made: HandleWork = WaitedWork(domain, outputs, work, epoch)
+        else:
+            pending = Pending(domain, outputs=outputs, stuck=self._lose, arrived=arrived)
+            domain.enter(pending)
+            inner_future.add_done_callback(pending.finish)
+            made = HandleWork(domain, pending.future)
         if domain.on_collective is not None:
             domain.on_collective()
-        return HandleWork(domain, future)
+        return made
 
     def _alone(self, outputs: list[torch.Tensor], alone: Callable[[], None]) -> HandleWork:
         domain = self._domain
@@ -299,6 +298,15 @@ class RebuildableGroup(dist.ProcessGroup):
         def alone() -> None:
             output.view(-1).copy_(input.reshape(self._my_size, -1)[self._my_rank])
 
+        if self._domain.transport.reduces_whole:
+            # What gloo does itself, but with a future, by which it can be left.
+            whole = input.clone()
+            reduce = _options(AllreduceOptions, reduceOp=opts.reduceOp)
+
+            def arrived() -> None:
+                output.view(-1).copy_(whole.reshape(self._my_size, -1)[self._my_rank])
+
+            return self._run(lambda g: g.allreduce([whole], reduce), [output], alone, arrived)
         return self._run(lambda g: g._reduce_scatter_base(output, input, opts), [output], alone)
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> HandleWork:

@@ -19,6 +19,8 @@ class Transport(Protocol):
     """Makes inner groups; frees the stuck."""
 
     device_types: tuple[str, ...]
+    reduces_whole: bool
+    """Whether a reduce-scatter is an all-reduce, of which each rank keeps its part."""
 
     @property
     def address(self) -> str:
@@ -46,6 +48,7 @@ class GlooTransport:
     """
 
     device_types: tuple[str, ...] = ("cpu",)
+    reduces_whole = True
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
         self._device, self._listener = opened_listener(
@@ -83,6 +86,7 @@ class NcclTransport:
     """
 
     device_types: tuple[str, ...] = ("cuda",)
+    reduces_whole = False
 
     @property
     def address(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -56,8 +57,64 @@ class HandleWork(dist.Work):
         self.wait()
 
 
+class Pending:
+    """An operation under way on the inside of a handle. It ends once: with the inner one, or given up.
+
+    gloo can lose an operation: it takes a send that its peer is ready for off its list and writes it;
+    where the peer has just died, that fails, and whoever waits for this send is not told (seen in
+    torch 2.13, about once in 300 kills: ``waitSend`` of an all-reduce, until its time-out).
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        *,
+        outputs: list[torch.Tensor],
+        stuck: Callable[[], None],
+        arrived: Callable[[], None] | None,
+    ) -> None:
+        """``stuck`` is told when it is given up; ``arrived`` brings the result into ``outputs``."""
+        self.future: Future[Any] = Future()
+        self._domain = domain
+        self._epoch = domain.epoch
+        self._outputs = outputs
+        self._stuck = stuck
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def finish(self, done: Future[Any]) -> None:
+        """The inner operation has ended. On gloo's own thread, which must never hold the last
+        reference to an inner group: nothing here holds any.
+        """
+        if not self._first():
+            return
+        try:
+            done.value()
+            if self._arrived is not None:
+                with torch.no_grad():
+                    self._arrived()
+        except Exception as error:
+            self._domain.fail(self._epoch, f"{type(error).__name__}: {first_line(error)}")
+        finally:  # whatever fails here, the training thread must not wait for ever
+            self._domain.leave(self._epoch, self)
+            self.future.set_result(self._outputs)
+
+    def give_up(self) -> None:
+        """Nobody will end it: whoever waits goes on, with whatever is in the buffers. Any thread."""
+        if self._first():
+            self._stuck()
+            self._domain.leave(self._epoch, self)
+            self.future.set_result(self._outputs)
+
+    def _first(self) -> bool:
+        with self._lock:
+            first, self._ended = not self._ended, True
+            return first
+
+
 class WaitedWork(HandleWork):
-    """For inner works without a future, which end only in ``wait``: gloo's send, recv, reduce-scatter."""
+    """For inner works without a future, which end only in ``wait``: gloo's send and recv."""
 
     def __init__(self, domain: Domain, outputs: list[torch.Tensor], work: Any, epoch: int) -> None:
         super().__init__(domain, Future())

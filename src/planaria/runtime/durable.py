@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
@@ -95,7 +96,7 @@ class DurableCheckpoints:
         def finish() -> None:
             try:
                 done.result()
-            except Exception as error:
+            except (Exception, CheckpointException) as error:
                 told(generation, _first_line(error), time.monotonic() - started)
             else:
                 told(generation, None, time.monotonic() - started)
@@ -138,7 +139,7 @@ class DurableCheckpoints:
             )
         except (CheckpointError, CommError):
             raise  # a peer was lost meanwhile: the checkpoint is good
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"checkpoint {path} cannot be read: {_first_line(error)}; it was written by a run with "
                 "other parts, or is damaged: remove that folder to go on from an older one"

@@ -31,6 +31,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from planaria.comm.buckets import ddp_modules
 from planaria.comm.domain import Mode
 from planaria.errors import AttemptBroken, CommError, ConfigError, RunError, UserError
 from planaria.runtime.attempt import Attempt, agree
@@ -140,6 +141,11 @@ def _alone(build: Callable[[Shard], Mapping[str, Any]], on_nonfinite: Any) -> Ru
     made = _checked(build(shard))
     tally = Tally()
     parts = Parts({**made, SAMPLES: tally}, shard=shard.index, world=shard.world)
+    for ddp in ddp_modules(parts.modules).values():
+        # Attributes go in the order in which they were set, so the group outlives DDP's reducer. A
+        # reducer that is the last to let a gloo group go waits for gloo's thread and holds the
+        # interpreter's lock, which that thread needs: plain workers hung at their end (torch 2.13).
+        vars(ddp)["kept_group"] = ddp.process_group
     return Run(parts, shard, engine=None, on_nonfinite=on_nonfinite, tally=tally)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -114,13 +113,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def wrap(model: nn.Module, regime: Literal["ddp", "fsdp"]) -> nn.Module:
     """``model`` under DDP, or under FSDP2 block by block and then as a whole, on the default group."""
     if regime == "ddp":
-        ddp = DistributedDataParallel(model)
-        # Python drops attributes in the order in which they were set, so the group outlives DDP's
-        # reducer. Where the reducer is the last to let a gloo group go, it waits for gloo's thread
-        # while it holds the interpreter's lock, which that thread may need to free a tensor: two
-        # plain workers hung within five such teardowns (torch 2.13.0), and not in 60 with this.
-        vars(ddp)["kept_group"] = dist.group.WORLD
-        return ddp
+        return DistributedDataParallel(model)
     for block in blocks(model):
         fully_shard(block)
     fully_shard(model)

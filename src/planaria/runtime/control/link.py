@@ -45,7 +45,7 @@ class LauncherLink:
         self._ended = ended
         self._patience = patience
         self._living: dict[Worker, control.Spawned] = {}
-        self._ended_lately: deque[control.Exited] = deque(maxlen=64)
+        self._ended_lately: deque[tuple[float, control.Exited]] = deque(maxlen=64)
         """Told over the present stream, and again over the next."""
         self._lock = threading.Lock()
         self._answered = threading.Event()
@@ -83,7 +83,7 @@ class LauncherLink:
             worker=worker, pid=pid, description=description, code=code, at=time.time()
         )
         with self._lock:
-            self._ended_lately.append(message)
+            self._ended_lately.append((time.monotonic(), message))
         self._stream.send(message)
 
     def request(self, body: control.Requested, *, timeout: float = 10.0) -> str:
@@ -103,8 +103,8 @@ class LauncherLink:
         with self._lock:
             # What went into a stream whose other end had just died was heard by nobody; what is told
             # twice does no harm.
-            since = time.time() - self._patience - _LATELY
-            lately = [message for message in self._ended_lately if message.at > since]
+            since = time.monotonic() - self._patience - _LATELY
+            lately = [message for at, message in self._ended_lately if at > since]
             return [self._hello, *self._living.values(), *lately]
 
     def _take(self, message: control.ToLauncher) -> None:
