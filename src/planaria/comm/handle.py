@@ -86,6 +86,7 @@ class RebuildableGroup(dist.ProcessGroup):
             rank=self._my_rank,
             size=self._my_size,
             timeout=self._domain.timeout,
+            connect=self._domain.rebuild_timeout / 3,
         )
 
     def drop(self) -> None:

@@ -31,7 +31,9 @@ class Transport(Protocol):
         """Addresses of all members of the new epoch."""
         ...
 
-    def make(self, store: dist.Store, *, rank: int, size: int, timeout: float) -> Any:
+    def make(
+        self, store: dist.Store, *, rank: int, size: int, timeout: float, connect: float
+    ) -> Any:
         """A new inner group; blocks until all ``size`` members are there or the store raises."""
         ...
 
@@ -67,12 +69,18 @@ class GlooTransport:
             found.add((host, int(port)))
         self._peers = frozenset(found - {self._listener})
 
-    def make(self, store: dist.Store, *, rank: int, size: int, timeout: float) -> Any:
+    def make(
+        self, store: dist.Store, *, rank: int, size: int, timeout: float, connect: float
+    ) -> Any:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
-        options._timeout = timedelta(seconds=timeout)
+        # The constructor dials a peer that has died since it published its address again and again
+        # until this time is over, and shutting sockets does not stop it.
+        options._timeout = timedelta(seconds=connect)
         options._threads = 2
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        group._set_default_timeout(timedelta(seconds=timeout))
+        return group
 
     def free(self, groups: Iterable[Any]) -> int:
         return shut(self._listener, self._peers)
@@ -95,7 +103,9 @@ class NcclTransport:
     def meet(self, addresses: Iterable[str]) -> None:
         del addresses
 
-    def make(self, store: dist.Store, *, rank: int, size: int, timeout: float) -> Any:
+    def make(
+        self, store: dist.Store, *, rank: int, size: int, timeout: float, connect: float
+    ) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -197,7 +197,12 @@ def _recoveries(lines: list[AnyEntry]) -> Iterator[tuple[int, int]]:
             if not restoring:
                 begins.append(index)
             restoring = True
-        elif isinstance(line, EpochBegun) and not line.lost and not restoring:
+        elif (
+            isinstance(line, EpochBegun)
+            and line.phase != "building"  # the beginning of the run is no recovery
+            and not line.lost
+            and not restoring
+        ):
             begins.append(index)
             restoring = True
     yield from itertools.pairwise([*begins, len(lines)])
