@@ -1,0 +1,90 @@
+"""A collective that ends in no other way is given up, and its group is never waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planaria.comm.domain import Domain
+from planaria.comm.handle import RebuildableGroup
+from planaria.comm.transport import GlooTransport
+from planaria.errors import AttemptBroken
+from tests.support.polled_kv import PolledKeyValue
+
+
+class Unshut(GlooTransport):
+    """Its sockets stay open, so that an operation hangs as one that gloo has lost does."""
+
+    def free(self, groups: Iterable[Any]) -> int:
+        return 0
+
+
+def two_domains(*, timeout: float) -> tuple[list[Domain], list[RebuildableGroup]]:
+    """Two ranks in this process, with a group that stands."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("newest", "1")
+    domains = [
+        Domain(Unshut(), PolledKeyValue(server.port), timeout=timeout, rebuild=20.0)
+        for _ in range(2)
+    ]
+    groups = [
+        RebuildableGroup(domain, name="g", rank=rank, size=2) for rank, domain in enumerate(domains)
+    ]
+
+    def stand(rank: int) -> None:
+        domains[rank].begin(1, rank=rank, world=2, solo=False)
+        domains[rank].handles["g"] = groups[rank]
+        groups[rank].fill()
+
+    other = threading.Thread(target=stand, args=(1,))
+    other.start()
+    stand(0)
+    other.join(20)
+    return domains, groups
+
+
+def test_an_operation_that_gloo_has_lost_is_given_up() -> None:
+    domains, groups = two_domains(timeout=4.0)
+    value = torch.ones(3)
+    work = groups[0].allreduce([value])  # the peer never takes part
+    assert (domains[0].entered, domains[0].outstanding) == (1, 1)
+    begun = time.monotonic()
+    threading.Thread(target=domains[0].supersede, args=(2, "a peer was lost"), daemon=True).start()
+    with pytest.raises(AttemptBroken, match=r"^attempt given up: a peer was lost$"):
+        work.wait()
+    seconds = time.monotonic() - begun
+    assert 1.5 < seconds < 3.9
+    assert work.is_completed()
+    assert domains[0].outstanding == 0
+    inner = groups[0].inner
+    begun = time.monotonic()
+    groups[0].drop()
+    # To let it go would wait for gloo's thread, for as long as the operation may take.
+    assert domains[0].lost == [inner]
+    assert time.monotonic() - begun < 1.0
+    domains[0].rest()
+    # When gloo's own time-out has come, nobody minds.
+    time.sleep(max(0.0, 4.5 - seconds))
+    assert value.shape == (3,)
+    domains[0].lost.clear()
+    groups[1].drop()
+
+
+def test_a_reduce_scatter_has_a_future_and_the_right_part() -> None:
+    _, groups = two_domains(timeout=4.0)
+    inputs = [torch.arange(6.0), torch.arange(6.0) * 10]
+    outputs = [torch.empty(3), torch.empty(3)]
+    works = [g.reduce_scatter_single(o, i) for g, o, i in zip(groups, outputs, inputs, strict=True)]
+    for work in works:
+        assert work.wait()
+    assert outputs[0].tolist() == [0.0, 11.0, 22.0]
+    assert outputs[1].tolist() == [33.0, 44.0, 55.0]
+    assert inputs[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    for group in groups:
+        group.drop()
