@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from planaria.errors import RunError
+from planaria.pathology import vendor
 from planaria.pathology.boards import BoardConfig
 from planaria.pathology.bundle import ModelCard, build, save_bundle
 from planaria.pathology.colour import ColourStatistics
@@ -17,6 +18,13 @@ from planaria.pathology.samples import cmu_slide
 from tests.support.slides import CACHE
 
 COLOURS = ColourStatistics(mean=(0.70, 0.54, 0.70), std=(0.22, 0.27, 0.20))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def openseadragon() -> None:
+    """The page's viewer, which a build takes from npm once."""
+    if not (vendor.folder() / "openseadragon.min.js").is_file():
+        vendor.fetch(vendor.folder())
 
 
 @pytest.fixture(scope="session")

@@ -26,12 +26,6 @@ from planaria.pathology.viewer import Pyramid, plan_pyramid, pyramid_tile, rende
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def openseadragon() -> None:
-    if not (vendor.folder() / "openseadragon.min.js").is_file():
-        vendor.fetch(vendor.folder())
-
-
 @pytest.fixture(scope="module")
 def results(cmu: Path, metastasis_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results")
