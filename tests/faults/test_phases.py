@@ -76,6 +76,22 @@ def test_two_workers_at_once(tmp_path: Path, calm: Callable[..., Outcome]) -> No
     check_faults(struck, struck_by)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_a_broken_collective_has_left_is_never_committed(
+    tmp_path: Path, calm: Callable[..., Outcome], kind: Kind
+) -> None:
+    """The lost worker has ended its step, and its holder has that state; shard 0 waits for shard 2
+    and is freed with garbage in its hands: step 6 exists for shard 1 alone, and must not be taken.
+    """
+    fault = "kill:worker=1,step=6,phase=commit"
+    job = Job(kind=kind, steps=10, final="", gossip=True)
+    struck = run(job, tmp_path, workers=3, inject=(fault,))
+    check_equal(struck, calm(job, workers=3))
+    check_faults(struck, [fault])
+    (swap,) = struck.summary["swaps"]
+    assert (swap["generation"], swap["redone"]) == (5, 1)
+
+
 def test_runs_differ_where_they_should(calm: Callable[..., Outcome]) -> None:
     """The digests hash something: another seed, other shards, another step give others."""
     one = calm(Job(kind="ddp", steps=STEPS, final=""), workers=4)

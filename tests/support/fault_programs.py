@@ -55,6 +55,8 @@ class Job:
     """Seconds that ``build`` takes besides."""
     slow_final: float = 0.0
     """Seconds that the duty of ``run.final`` takes."""
+    gossip: bool = False
+    """Whether shards 0 and 2 speak at the end of each step of what shard 1 need not wait for."""
     hook: str = ""
     """Name of a function of this module, called as ``hook(job, run, attempt)`` in each attempt."""
 
@@ -64,6 +66,8 @@ class Curve:
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.pair: Any = None
+        """Group of shards 0 and 2, for :func:`gossip`."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self.values)}
@@ -121,6 +125,9 @@ def build(job: Job) -> dict[str, Any]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    curve = Curve()
+    if job.gossip:
+        curve.pair = dist.new_group([0, 2])
     rank = dist.get_rank()
     # Workers differ in all their generators from here on.
     torch.manual_seed(1000 * job.seed + rank)
@@ -130,7 +137,7 @@ def build(job: Job) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9),
-        "curve": Curve(),
+        "curve": curve,
     }
 
 
@@ -175,7 +182,18 @@ def train(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
     run.optimizer.zero_grad()
     run.curve.values.append(sum(losses))
     attempt.log(loss=sum(losses))
+    if job.gossip and run.shard.index != 1:
+        gossip(run, attempt)
     time.sleep(job.pace)
+
+
+def gossip(run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """Shard 0 waits for shard 2, while shard 1 has ended the step and its state is held twice."""
+    if attempt.step == 6 and run.shard.index == 2:
+        time.sleep(0.5)
+    heard = torch.tensor(run.curve.values[-1])
+    dist.all_reduce(heard, group=run.curve.pair)
+    run.curve.values.append(float(heard))
 
 
 def finish(job: Job, run: planaria.Run) -> None:
