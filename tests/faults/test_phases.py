@@ -76,6 +76,15 @@ def test_two_workers_at_once(tmp_path: Path, calm: Callable[..., Outcome]) -> No
     check_faults(struck, struck_by)
 
 
+def test_a_loss_between_two_attempts(tmp_path: Path, calm: Callable[..., Outcome]) -> None:
+    """Where a script has got its attempt and not yet entered it, no error may reach the script."""
+    fault = "kill:worker=1,step=6,phase=data"
+    job = Job(kind="ddp", steps=10, final="", dawdle=True)
+    struck = run(job, tmp_path, workers=3, inject=(fault,))
+    check_equal(struck, calm(job, workers=3))
+    check_faults(struck, [fault])
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_what_a_broken_collective_has_left_is_never_committed(
     tmp_path: Path, calm: Callable[..., Outcome], kind: Kind

@@ -55,6 +55,8 @@ class Job:
     """Seconds that ``build`` takes besides."""
     slow_final: float = 0.0
     """Seconds that the duty of ``run.final`` takes."""
+    dawdle: bool = False
+    """Whether shard 0 takes its time between getting the attempt of step 6 and entering it."""
     gossip: bool = False
     """Whether shards 0 and 2 speak at the end of each step of what shard 1 need not wait for."""
     hook: str = ""
@@ -152,6 +154,8 @@ def batch(job: Job, attempt: planaria.Attempt) -> tuple[torch.Tensor, torch.Tens
 def main(job: Job) -> None:
     with planaria.join(lambda shard: build(job), on_nonfinite=job.on_nonfinite) as run:
         for attempt in run.attempts(until=job.steps, checkpoint_every=job.checkpoint_every):
+            if job.dawdle and attempt.step == 6 and run.shard.index == 0:
+                time.sleep(0.5)
             with attempt:
                 train(job, run, attempt)
         run.final(lambda: finish(job, run), answer=42.0)

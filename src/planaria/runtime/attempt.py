@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -46,7 +47,10 @@ class Attempt:
     def __enter__(self) -> Attempt:
         self._entered = True
         self._begun = time.perf_counter()
-        self._run._begin(self)
+        # Nothing swallows what is raised here. The body is left at its first boundary instead, or at
+        # its end.
+        with contextlib.suppress(AttemptBroken, CommError):
+            self._run._begin(self)
         return self
 
     def __exit__(

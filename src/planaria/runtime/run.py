@@ -347,8 +347,8 @@ class Run:
         if not self._parts.optimizers:
             engine.untouched = False
             # Without an optimizer of torch's nobody tells when the state begins to change.
-            engine.before_change()
             engine.dirty = True
+            engine.before_change()
         engine.at("data")
 
     def _end(self, attempt: Attempt, *, seconds: float) -> None:

@@ -269,6 +269,8 @@ async def _serve(
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     await asyncio.wait((writing,), timeout=1.0)
     writing.cancel()
+    # A write to a stream that has just been cut fails; asyncio would tell of that as of a defect.
+    await asyncio.gather(writing, return_exceptions=True)
 
 
 def _exception(task: asyncio.Task[Any]) -> BaseException | None:
