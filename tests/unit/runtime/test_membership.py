@@ -162,6 +162,22 @@ def test_a_second_loss_supersedes_the_recovery_and_old_reports_do_not_count():
     assert not run.state.reports
 
 
+def test_who_was_called_while_away_is_called_again():
+    """Its coordinator has just been started again: the first word went to no stream."""
+    run = training().feed(Lost("w1", reason="x"))
+    assert run.state.owners[1] == "s0"
+    run.feed(Attached("s0", node="n9", address="a", config="c", version="v"))
+    assert run.sent(Assign) == [("s0", Assign(epoch=2, shard=1, world=3, fresh=False))]
+    run.feed(Attached("w0", node="n0", address="a", config="c", version="v"))
+    assert not run.actions  # a survivor has its shard, and is told to regroup if need be
+
+
+def test_a_founder_that_was_away_when_the_run_formed_is_called_again():
+    run = Run(2).attach("w0").attach("w1")
+    run.feed(Attached("w1", node="n1", address="a", config="c", version="v"))
+    assert run.sent(Assign) == [("w1", Assign(epoch=1, shard=1, world=2, fresh=True))]
+
+
 def test_a_spare_that_was_promoted_may_be_lost_too():
     run = training().feed(Lost("w1", reason="x")).feed(Lost("s0", reason="y"))
     assert (run.state.epoch, run.state.owners[1], run.state.lost) == (3, "s1", (1,))

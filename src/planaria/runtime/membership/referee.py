@@ -140,7 +140,7 @@ class Referee:
         if isinstance(message, Assign):
             assert worker is not None, "Assign goes to one worker"
             key = (message.epoch, message.shard)
-            assert key not in self.assigned, f"two spares for {key}"
+            assert self.assigned.get(key, worker) == worker, f"two spares for {key}"
             self.assigned[key] = worker
             assert after.owners[message.shard] == worker, f"{worker} was given another's shard"
         elif isinstance(message, Plan) and worker is None:

@@ -57,7 +57,7 @@ from planaria.runtime.membership.succession import (
     regroup,
     rehold,
 )
-from planaria.runtime.messages import Fence, Released, Shard, Worker
+from planaria.runtime.messages import Assign, Fence, Released, Shard, Worker
 
 __all__ = ["MembershipConfig", "State", "Transition", "recipients", "refusal", "step"]
 
@@ -123,9 +123,18 @@ def _attached(state: State, event: Attached) -> Transition:
     known = state.members.get(event.worker)
     if known is not None:
         member = replace(known, address=event.address)
+        told: tuple[AnyAction, ...] = ()
+        fresh = state.phase == "building"
+        if known.shard is not None and (fresh or known.shard in state.lost):
+            # It may have been called while it had no stream, and would wait for that word for
+            # ever; who has heard it loses nothing by hearing it twice.
+            assign = Assign(
+                epoch=state.epoch, shard=known.shard, world=state.config.world, fresh=fresh
+            )
+            told = (Send(worker=event.worker, message=assign),)
         return Transition(
             replace(state, members=state.members.set(event.worker, member)),
-            (),
+            told,
             f"worker {event.worker} is attached again",
         )
     member = Member(
