@@ -166,15 +166,15 @@ def test_who_was_called_while_away_is_called_again():
     """Its coordinator has just been started again: the first word went to no stream."""
     run = training().feed(Lost("w1", reason="x"))
     assert run.state.owners[1] == "s0"
-    run.feed(Attached("s0", node="n9", address="a", config="c", version="v"))
+    run.feed(Attached("s0", node="n9", address="a", config="c1", version="v1"))
     assert run.sent(Assign) == [("s0", Assign(epoch=2, shard=1, world=3, fresh=False))]
-    run.feed(Attached("w0", node="n0", address="a", config="c", version="v"))
+    run.feed(Attached("w0", node="n0", address="a", config="c1", version="v1"))
     assert not run.actions  # a survivor has its shard, and is told to regroup if need be
 
 
 def test_a_founder_that_was_away_when_the_run_formed_is_called_again():
     run = Run(2).attach("w0").attach("w1")
-    run.feed(Attached("w1", node="n1", address="a", config="c", version="v"))
+    run.feed(Attached("w1", node="n1", address="a", config="c1", version="v1"))
     assert run.sent(Assign) == [("w1", Assign(epoch=1, shard=1, world=2, fresh=True))]
 
 

@@ -167,7 +167,9 @@ def epochs_fall(before, event, transition):
 
 
 def two_spares(before, event, transition):
-    again = [a for a in transition.actions if isinstance(getattr(a, "message", None), Assign)]
+    called = [a for a in transition.actions if isinstance(getattr(a, "message", None), Assign)]
+    others = [worker for worker in transition.state.spares]
+    again = [replace(send, worker=other) for send in called for other in others[:1]]
     return Transition(transition.state, (*transition.actions, *again), transition.reason)
 
 
