@@ -168,7 +168,7 @@ def epochs_fall(before, event, transition):
 
 def two_spares(before, event, transition):
     called = [a for a in transition.actions if isinstance(getattr(a, "message", None), Assign)]
-    others = [worker for worker in transition.state.spares]
+    others = list(transition.state.spares)
     again = [replace(send, worker=other) for send in called for other in others[:1]]
     return Transition(transition.state, (*transition.actions, *again), transition.reason)
 
