@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planaria.optim import wire
 from planaria.optim.adams import update
 from planaria.optim.buckets import Buckets, master_dtype, write
 from planaria.optim.collectives import checksum, mean_rows
@@ -48,7 +49,6 @@ class Drift:
         wide = layout.sparse_width if options.sparse else 0
         self.anchor = torch.zeros(layout.world * wide, dtype=like.dtype, device=like.device)
         self.velocity = torch.zeros(wide, dtype=like.dtype, device=like.device)
-        self.wire = torch.bfloat16 if options.wire == "bfloat16" else like.dtype
         self.pull()
 
     def whole(self, flat_NW: Tensor) -> list[Tensor]:
@@ -159,23 +159,36 @@ class Drift:
         sparse, parts = self.layout.sparse, self.parts(phase)
         w, m = self.whole(self.w)[:sparse], self.whole(self.m)[:sparse]
         anchor = [rows for rows in self.whole(self.anchor) if rows.numel()]
-        moved = [(a - x)[:, part] for a, x, part in zip(anchor, w, parts, strict=True)]
+        moved = [a[:, part] - x[:, part] for a, x, part in zip(anchor, w, parts, strict=True)]
         held = [rows[:, part] for rows, part in zip(m, parts, strict=True)]
-        sent = [*moved, *held] if self.options.average_moments else moved
-        values_NK = torch.cat(sent, dim=1).to(self.wire)
-        received_NK = torch.empty_like(values_NK)
-        self.workers.exchange(received_NK, values_NK).wait()
-        mean_K = mean_rows(received_NK.to(self.w.dtype))
-        count = sum(rows.shape[1] for rows in moved)
-        mean_K[:count] = self._outer(mean_K[:count], parts)
-        self.workers.gather(values_NK, mean_K.to(self.wire)).wait()
-        pieces = values_NK.to(self.w.dtype).split([rows.shape[1] for rows in sent], dim=1)
-        for a, x, part, piece in zip(anchor, w, parts, pieces, strict=False):
+        kinds = [moved, held] if self.options.average_moments else [moved]
+        sent_NB = self._encode([torch.cat(kind, dim=1) for kind in kinds])
+        received_NB = torch.empty_like(sent_NB)
+        self.workers.exchange(received_NB, sent_NB).wait()
+        widths = [rows.shape[1] for rows in moved]
+        means = [mean_rows(rows) for rows in self._decode(received_NB, sum(widths))]
+        means[0] = self._outer(means[0], parts)
+        back_B = self._encode([mean_K.unsqueeze(0) for mean_K in means]).view(-1)
+        self.workers.gather(sent_NB, back_B).wait()
+        steps_NK, *moments_NK = self._decode(sent_NB, sum(widths))
+        for a, x, part, step in zip(anchor, w, parts, steps_NK.split(widths, dim=1), strict=True):
             # Every worker subtracts the same rounded step from the same anchor.
-            a[:, part] -= piece
+            a[:, part] -= step
             x[:, part] = a[:, part]
-        for rows, part, piece in zip(m, parts, pieces[len(moved) :], strict=False):
-            rows[:, part] = piece
+        for mean_NK in moments_NK:
+            for rows, part, piece in zip(m, parts, mean_NK.split(widths, dim=1), strict=True):
+                rows[:, part] = piece
+
+    def _encode(self, kinds_NK: Sequence[Tensor]) -> Tensor:
+        """Movements, and moments if they travel, as one buffer; each kind has its own scales."""
+        return torch.cat([wire.encode(rows, self.options.wire) for rows in kinds_NK], dim=1)
+
+    def _decode(self, sent_NB: Tensor, count: int) -> list[Tensor]:
+        kinds = 2 if self.options.average_moments else 1
+        return [
+            wire.decode(part, count, self.options.wire, dtype=self.w.dtype)
+            for part in sent_NB.chunk(kinds, dim=1)
+        ]
 
     def _outer(self, delta_K: Tensor, parts: Sequence[slice]) -> Tensor:
         """The owner's Nesterov step; returns what every worker subtracts from its anchor."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planaria.optim import masks
+from planaria.optim import masks, wire
 from planaria.optim.adams import second_moment, update
 from planaria.optim.buckets import Buckets, master_dtype
 from planaria.optim.collectives import Pending, checksum, mean_rows
@@ -161,20 +161,38 @@ class Frozen:
     def _send_and_move(self, moved_V: Tensor | None) -> None:
         addresses_NK = self._addresses_of(self.mask)
         values_NK = self.a[addresses_NK]
-        received_NK = torch.empty_like(values_NK)
-        self.workers.exchange(received_NK, values_NK).wait()
-        z_K = mean_rows(received_NK)
+        sent_NB = wire.encode(values_NK, self.options.wire)
+        received_NB = torch.empty_like(sent_NB)
+        self.workers.exchange(received_NB, sent_NB).wait()
+        z_K = mean_rows(self._decode(received_NB))
         if self.options.after_send == "clear" or self.options.buffer == "feedback":
-            self.a[addresses_NK.view(-1)] = 0.0
+            # What rounding left out stays with its worker and is sent the next time.
+            self.a[addresses_NK] = values_NK - self._decode(sent_NB)
         own_K = self.mask[self.workers.rank]
         if self.options.decay == "all" and self.options.unsent == "frozen":
             self._decay_everywhere()
+        old_K = self.w[own_K]
         new_K = self._move(own_K, z_K)
+        if self._sends_movements:
+            self._movement_B = wire.encode((new_K - old_K).unsqueeze(0), self.options.wire).view(-1)
+            new_K = old_K + self._decode(self._movement_B.unsqueeze(0))[0]
         if moved_V is not None:
             self.w[: moved_V.numel()].copy_(moved_V)
         self.w[own_K] = new_K
         self.tau.add_(1)
         self.tau[own_K] = 0
+
+    @property
+    def _sends_movements(self) -> bool:
+        """Whether chosen weights come back as how far they moved, which takes fewer bits.
+
+        Not where the workers' weights are rounded, since a sum of rounded movements drifts away
+        from its master.
+        """
+        return self.options.wire != "float32" and self.options.unsent == "frozen" and not self.half
+
+    def _decode(self, sent_NB: Tensor) -> Tensor:
+        return wire.decode(sent_NB, self.count, self.options.wire, dtype=self.w.dtype)
 
     def _move(self, own_K: Tensor, z_K: Tensor) -> Tensor:
         """New weights of the chosen columns of this owner; also writes their moments."""
@@ -219,17 +237,20 @@ class Frozen:
         if self.options.unsent == "moved":
             self.buckets.publish(rows)
             return
-        dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
-        wire = dtypes.pop() if len(dtypes) == 1 else self.w.dtype
-        new_K = self.w[self.mask[self.workers.rank]].to(wire)
-        all_NK = new_K.new_empty(layout.world, self.count)
-        work = self.workers.gather(all_NK, new_K)
+        if self._sends_movements:
+            back_B = self._movement_B
+        else:
+            dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
+            dtype = dtypes.pop() if len(dtypes) == 1 else self.w.dtype
+            back_B = self.w[self.mask[self.workers.rank]].to(dtype)
+        all_NB = back_B.new_empty(layout.world, back_B.numel())
+        work = self.workers.gather(all_NB, back_B)
         self.buckets.publish(rows, only=dense)
         work.wait()
-        self._scatter(all_NK)
+        self._scatter(self._decode(all_NB) if self._sends_movements else all_NB)
 
     def _scatter(self, values_NK: Tensor) -> None:
-        """Writes the chosen weights of all owners into the parameters."""
+        """Writes the chosen weights of all owners into the parameters, or adds their movements."""
         slots = [
             (bucket.begin + slot.offset, slot)
             for bucket in self.layout.buckets[: self.layout.sparse]
@@ -247,7 +268,11 @@ class Frozen:
                 if high > low:
                     target = self.buckets.params[slot.index].detach().view(-1)
                     places_K = columns[low:high] + (slot.part(owner)[0] - begin)
-                    target.index_copy_(0, places_K, values_NK[owner, low:high].to(target.dtype))
+                    values_K = values_NK[owner, low:high].to(target.dtype)
+                    if self._sends_movements:
+                        target.index_add_(0, places_K, values_K)
+                    else:
+                        target.index_copy_(0, places_K, values_K)
 
     def _addresses_of(self, mask_NK: Tensor) -> Tensor:
         """Places of the columns in a flat state of all owners."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planaria.optim import checks
+from planaria.optim.wire import WIRES
 
 FAMILIES = ("frozen", "moved", "local")
 STATISTICS = ("momentum", "aged", "gradient", "cycle")
@@ -51,8 +52,9 @@ class ScapeOptions:
     average_moments: bool = True
     """Whether the local family averages the first moments together with the weights."""
     wire: str = "bfloat16"
-    """Dtype in which the local family sends what weights moved since their last averaging, and
-    moments: "bfloat16" or "float32". A movement needs fewer digits than a weight."""
+    """How first moments and movements travel: "float32", "bfloat16", or whole numbers with a scale
+    for each 256 of them, "int8" and "int4". A movement needs fewer digits than a weight; with
+    "float32" the frozen family sends the weights themselves."""
     outer_rate: float = 1.0
     """Rate of the outer Nesterov step of the local family."""
     outer_momentum: float = 0.3
@@ -71,7 +73,7 @@ class ScapeOptions:
         checks.choice("decay", self.decay, ("moved", "lazy", "all"))
         checks.choice("k_scope", self.k_scope, ("shard", "bucket", "tensor"))
         checks.choice("mask_code", self.mask_code, ("auto", "bitmap", "index"))
-        checks.choice("wire", self.wire, ("bfloat16", "float32"))
+        checks.choice("wire", self.wire, WIRES)
         checks.choice("cycle", self.cycle, ("scattered", "contiguous"))
         checks.number("refresh", self.refresh, low=1)
         checks.number("dense_steps", self.dense_steps, low=0)

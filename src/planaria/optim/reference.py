@@ -56,6 +56,11 @@ def mean(rows: Tensor) -> Tensor:
     return total / len(rows)
 
 
+def coded(x: Tensor, rule: Rule) -> Tensor:
+    """What arrives of ``x``."""
+    return x.to(torch.bfloat16).float() if rule.half_wire else x
+
+
 def choose(score: Tensor, part: Tensor, k: int) -> Tensor:
     """The k coordinates of a part with the largest scores; of equal ones the first of the part."""
     return part[torch.argsort(score[part], descending=True, stable=True)[:k]]
@@ -82,10 +87,9 @@ class Frozen:
 
     def sparse_step(self, g: Tensor) -> None:
         """The mask's coordinates are sent, and the dense ones."""
-        rule, sent = self.rule, self.mask
-        before = self.a.clone()
+        rule, sent, before = self.rule, self.mask, self.a
         self.a = self.a + g if rule.feedback else torch.lerp(self.a, g, 1 - rule.b1)
-        z = mean(self.a)
+        z = mean(coded(self.a, rule))
         past = self.m * torch.pow(rule.b1, self.tau)
         if rule.feedback:
             g_hat, m = z, torch.lerp(past, z, 1 - rule.b1)
@@ -99,7 +103,7 @@ class Frozen:
                 self.tau >= rule.clamp_after, torch.clamp(g_hat, -limit, limit), g_hat
             )
         if rule.clear or rule.feedback:
-            self.a[:, sent] = 0
+            self.a = torch.where(sent, self.a - coded(self.a, rule), self.a)
         nu = (rule.b2 * (past * past)).addcmul(g_hat, g_hat, value=1 - rule.b2)
         scale = (self.tau + 1).pow(rule.step_scale).clamp(max=rule.scale_cap)
         keep = 1 - rule.lr * rule.wd
@@ -107,6 +111,8 @@ class Frozen:
         w = self.w * torch.pow(torch.tensor(keep), torch.as_tensor(exponent))
         w = w.addcdiv(m * scale, nu.sqrt() + rule.eps, value=-rule.lr)
         rest = self.w * keep if rule.decay == "all" else self.w
+        if rule.half_wire and not rule.moved:
+            w = rest + coded(w - rest, rule)
         if rule.moved:
             rest = rest.clone()
             for r, part in enumerate(self.parts):
@@ -138,12 +144,11 @@ class Local:
         rule = self.rule
         g = torch.where(self.dense, mean(g), g)
         self.w, self.m = adams(self.w, g, self.m, rule)
-        wire = torch.bfloat16 if rule.half_wire else torch.float32
-        delta = mean((self.anchor - self.w).to(wire).float())
+        delta = mean(coded(self.anchor - self.w, rule))
         v = rule.outer_momentum * self.v + delta
         move = rule.outer_rate * torch.add(delta, v, alpha=rule.outer_momentum)
-        new = self.anchor - move.to(wire).float()
+        new = self.anchor - coded(move, rule)
         self.v = torch.where(sent, v, self.v)
         self.anchor = torch.where(sent, new, self.anchor)
         self.w = torch.where(sent, self.anchor, self.w)
-        self.m = torch.where(sent, mean(self.m.to(wire).float()).to(wire).float(), self.m)
+        self.m = torch.where(sent, coded(mean(coded(self.m, rule)), rule), self.m)
