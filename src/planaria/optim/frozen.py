@@ -18,9 +18,9 @@ from torch import Tensor
 
 from planaria.optim import masks, wire
 from planaria.optim.adams import second_moment, update
-from planaria.optim.buckets import Buckets, master_dtype
+from planaria.optim.buckets import Buckets, master_dtype, write
 from planaria.optim.collectives import Pending, checksum, mean_rows
-from planaria.optim.layout import Layout
+from planaria.optim.layout import Layout, pack
 from planaria.optim.options import ScapeOptions
 
 
@@ -76,6 +76,10 @@ class Frozen:
         )
         size = masks.code_bytes(self.sparse_wide, self.count, self.code) if self.count else 0
         self._codes = torch.zeros(owners, size, dtype=torch.uint8, device=like.device)
+        # Where weights are rounded too, a sum of rounded movements would drift from its master.
+        self.coded = options.sparse and options.wire != "float32" and not self.half
+        self.left = torch.zeros(self.sparse_wide if self.coded else 0, dtype=like.dtype)
+        self.left = self.left.to(like.device)
         self._coming: Pending | None = None
         self._addresses: Tensor | None = None
         if self.count:
@@ -100,6 +104,8 @@ class Frozen:
         """Everything that has to be restored, live."""
         self.settle()
         named = {"moment": self.m, "first": self.a, "skipped": self.tau, "mask": self.mask}
+        if self.coded:
+            named["left"] = self.left
         return {**named, "master": self.w} if self.half else named
 
     def loaded(self) -> None:
@@ -164,35 +170,38 @@ class Frozen:
         sent_NB = wire.encode(values_NK, self.options.wire)
         received_NB = torch.empty_like(sent_NB)
         self.workers.exchange(received_NB, sent_NB).wait()
-        z_K = mean_rows(self._decode(received_NB))
+        z_K = mean_rows(self._decode(received_NB, self.count))
         if self.options.after_send == "clear" or self.options.buffer == "feedback":
             # What rounding left out stays with its worker and is sent the next time.
-            self.a[addresses_NK] = values_NK - self._decode(sent_NB)
+            self.a[addresses_NK] = values_NK - self._decode(sent_NB, self.count)
         own_K = self.mask[self.workers.rank]
         if self.options.decay == "all" and self.options.unsent == "frozen":
             self._decay_everywhere()
-        old_K = self.w[own_K]
         new_K = self._move(own_K, z_K)
-        if self._sends_movements:
-            self._movement_B = wire.encode((new_K - old_K).unsqueeze(0), self.options.wire).view(-1)
-            new_K = old_K + self._decode(self._movement_B.unsqueeze(0))[0]
         if moved_V is not None:
+            moved_V[own_K] = new_K
+            if self.coded:
+                moved_V = self._code(moved_V, slice(None))
             self.w[: moved_V.numel()].copy_(moved_V)
-        self.w[own_K] = new_K
+        else:
+            self.w[own_K] = self._code(new_K, own_K) if self.coded else new_K
         self.tau.add_(1)
         self.tau[own_K] = 0
 
-    @property
-    def _sends_movements(self) -> bool:
-        """Whether chosen weights come back as how far they moved, which takes fewer bits.
+    def _code(self, new: Tensor, which: Tensor | slice) -> Tensor:
+        """Keeps the coded movement of these columns of the owner and returns where they arrive.
 
-        Not where the workers' weights are rounded, since a sum of rounded movements drifts away
-        from its master.
+        What rounding leaves out is added to their next movement.
         """
-        return self.options.wire != "float32" and self.options.unsent == "frozen" and not self.half
+        old = self.w[: self.sparse_wide][which]
+        movement = new - old + self.left[which]
+        self._movement_B = wire.encode(movement.unsqueeze(0), self.options.wire).view(-1)
+        arrived = self._decode(self._movement_B.unsqueeze(0), movement.numel())[0]
+        self.left[which] = movement - arrived
+        return old + arrived
 
-    def _decode(self, sent_NB: Tensor) -> Tensor:
-        return wire.decode(sent_NB, self.count, self.options.wire, dtype=self.w.dtype)
+    def _decode(self, sent_NB: Tensor, count: int) -> Tensor:
+        return wire.decode(sent_NB, count, self.options.wire, dtype=self.w.dtype)
 
     def _move(self, own_K: Tensor, z_K: Tensor) -> Tensor:
         """New weights of the chosen columns of this owner; also writes their moments."""
@@ -232,22 +241,35 @@ class Frozen:
             update(w[b], grad, m[b], **self._adams_options(b))
 
     def _return_weights(self, dense: Sequence[int]) -> None:
-        layout = self.layout
-        rows = self.own(self.w)
-        if self.options.unsent == "moved":
+        layout, rows = self.layout, self.own(self.w)
+        everything = self.options.unsent == "moved"
+        if everything and not self.coded:
             self.buckets.publish(rows)
             return
-        if self._sends_movements:
-            back_B = self._movement_B
+        if self.coded:
+            back = self._movement_B
         else:
             dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
             dtype = dtypes.pop() if len(dtypes) == 1 else self.w.dtype
-            back_B = self.w[self.mask[self.workers.rank]].to(dtype)
-        all_NB = back_B.new_empty(layout.world, back_B.numel())
-        work = self.workers.gather(all_NB, back_B)
+            back = self.w[self.mask[self.workers.rank]].to(dtype)
+        backs = back.new_empty(layout.world, back.numel())
+        work = self.workers.gather(backs, back)
         self.buckets.publish(rows, only=dense)
         work.wait()
-        self._scatter(self._decode(all_NB) if self._sends_movements else all_NB)
+        if everything:
+            self._add_everywhere(self._decode(backs, self.sparse_wide))
+        else:
+            self._scatter(self._decode(backs, self.count) if self.coded else backs)
+
+    def _add_everywhere(self, movements_NV: Tensor) -> None:
+        """Adds the movements of all owners' columns to the parameters."""
+        for b, bucket in enumerate(self.layout.buckets[: self.layout.sparse]):
+            rows = self.buckets.sent[b]
+            for slot in bucket.slots:
+                pack(self.buckets.params[slot.index].detach().reshape(-1), rows, slot)
+            rows += movements_NV[:, bucket.begin : bucket.end]
+            for slot in bucket.slots:
+                write(self.buckets.params[slot.index], rows, slot)
 
     def _scatter(self, values_NK: Tensor) -> None:
         """Writes the chosen weights of all owners into the parameters, or adds their movements."""
@@ -269,7 +291,7 @@ class Frozen:
                     target = self.buckets.params[slot.index].detach().view(-1)
                     places_K = columns[low:high] + (slot.part(owner)[0] - begin)
                     values_K = values_NK[owner, low:high].to(target.dtype)
-                    if self._sends_movements:
+                    if self.coded:
                         target.index_add_(0, places_K, values_K)
                     else:
                         target.index_copy_(0, places_K, values_K)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from planaria.errors import ConfigError
 
-METHODS = ("dense", "frozen", "local")
+METHODS = ("dense", "frozen", "moved", "local")
 
 CHUNK = 1 << 12
 """Columns that a 12-bit index distinguishes; as in ``planaria.optim.masks``."""
@@ -150,7 +150,8 @@ def volume(job: Job, method: str, density: float) -> Volume:
     mask = mask_bytes(columns, math.ceil(density * columns)) * (job.workers - 1)
     return Volume(
         exchange=sparse * coded + dense * out,
-        gather=sparse * min(coded, back) + dense * back,
+        gather=(sparse / density if method == "moved" else sparse) * min(coded, back)
+        + dense * back,
         mask=mask,
     )
 

@@ -96,6 +96,8 @@ def _columns(optimizer: Owner, *, mean: bool) -> Columns:
     else:
         full = _replicated(family)
         flats = {"moment": family.own(family.m), "skipped": family.own(family.tau)}
+        if family.coded:
+            flats["left"] = family.own(family.left)
         if family.half:
             flats["master"] = family.own(family.w)
     for name, rows in full.items():

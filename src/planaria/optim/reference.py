@@ -74,7 +74,7 @@ class Frozen:
     ) -> None:
         self.w, self.parts, self.dense, self.k, self.rule = w.clone(), parts, dense, k, rule
         self.m, self.tau = torch.zeros_like(w), torch.zeros_like(w)
-        self.a = torch.zeros(len(parts), len(w))
+        self.a, self.left = torch.zeros(len(parts), len(w)), torch.zeros_like(w)
         self.mask = torch.zeros(len(w), dtype=torch.bool)
 
     def dense_step(self, g: Tensor) -> None:
@@ -111,14 +111,18 @@ class Frozen:
         w = self.w * torch.pow(torch.tensor(keep), torch.as_tensor(exponent))
         w = w.addcdiv(m * scale, nu.sqrt() + rule.eps, value=-rule.lr)
         rest = self.w * keep if rule.decay == "all" else self.w
-        if rule.half_wire and not rule.moved:
-            w = rest + coded(w - rest, rule)
+        old = rest
         if rule.moved:
             rest = rest.clone()
             for r, part in enumerate(self.parts):
                 rest[part], _ = adams(self.w[part], g[r, part], before[r, part], rule)
+        w = torch.where(sent, w, rest)
+        if rule.half_wire:
+            movement = w - old + self.left
+            w = torch.where(sent | rule.moved, old + coded(movement, rule), old)
+            self.left = torch.where(sent | rule.moved, movement - coded(movement, rule), self.left)
         w_dense, m_dense = adams(self.w, mean(g), self.m, rule)
-        self.w = torch.where(self.dense, w_dense, torch.where(sent, w, rest))
+        self.w = torch.where(self.dense, w_dense, w)
         self.m = torch.where(self.dense, m_dense, torch.where(sent, m, self.m))
         self.tau = torch.where(sent, 0.0, self.tau + 1)
         self.next_mask()

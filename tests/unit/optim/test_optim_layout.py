@@ -181,7 +181,7 @@ def test_a_slow_link_pays_and_a_fast_one_does_not() -> None:
         ),
         (
             lambda: volume(Job(params=5, workers=2), "lost", 0.5),
-            "method is 'lost'; choose one of dense, frozen, local",
+            "method is 'lost'; choose one of dense, frozen, moved, local",
         ),
     ],
 )
