@@ -1,8 +1,7 @@
 """SCAPE in one process, in the paper's symbols: the slow, readable oracle.
 
-N workers are simulated on one vector of P weights. ``parts[r]`` lists the coordinates that worker r
-owns; ``dense`` marks coordinates that are always sent. Nothing here is fast or clever; the
-distributed optimizer is compared with it on whole tensors.
+N workers are simulated on one vector of P weights; the distributed optimizer is compared with it on
+whole tensors. ``parts[r]`` are the coordinates of worker r, ``dense`` those that are always sent.
 
     w weights [P]                      g gradients of all workers [N, P]
     m synchronised first moment [P]    a every worker's own first moment [N, P]
@@ -37,6 +36,7 @@ class Rule:
     moved: bool = False
     outer_rate: float = 1.0
     outer_momentum: float = 0.3
+    average_moments: bool = True
     half_wire: bool = True
 
 
@@ -50,10 +50,7 @@ def adams(w: Tensor, g: Tensor, m: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
 
 def mean(rows: Tensor) -> Tensor:
     """Mean over workers, summed in their order."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total = total + row
-    return total / len(rows)
+    return sum(rows[1:], start=rows[0]) / len(rows)
 
 
 def coded(x: Tensor, rule: Rule) -> Tensor:
@@ -99,9 +96,7 @@ class Frozen:
             g_hat, m = (z - past * rule.b1) / (1 - rule.b1), z
         if not rule.feedback:
             limit = z.abs() / (1 - rule.b2) ** 0.5
-            g_hat = torch.where(
-                self.tau >= rule.clamp_after, torch.clamp(g_hat, -limit, limit), g_hat
-            )
+            g_hat = torch.where(self.tau >= rule.clamp_after, g_hat.clamp(-limit, limit), g_hat)
         if rule.clear or rule.feedback:
             self.a = torch.where(sent, self.a - coded(self.a, rule), self.a)
         nu = (rule.b2 * (past * past)).addcmul(g_hat, g_hat, value=1 - rule.b2)
@@ -110,17 +105,16 @@ class Frozen:
         exponent = self.tau + 1 if rule.decay == "lazy" and not rule.moved else 1
         w = self.w * torch.pow(torch.tensor(keep), torch.as_tensor(exponent))
         w = w.addcdiv(m * scale, nu.sqrt() + rule.eps, value=-rule.lr)
-        rest = self.w * keep if rule.decay == "all" else self.w
-        old = rest
+        old = rest = self.w * keep if rule.decay == "all" else self.w
         if rule.moved:
             rest = rest.clone()
             for r, part in enumerate(self.parts):
                 rest[part], _ = adams(self.w[part], g[r, part], before[r, part], rule)
         w = torch.where(sent, w, rest)
         if rule.half_wire:
-            movement = w - old + self.left
-            w = torch.where(sent | rule.moved, old + coded(movement, rule), old)
-            self.left = torch.where(sent | rule.moved, movement - coded(movement, rule), self.left)
+            movement, back = w - old + self.left, sent | rule.moved
+            w = torch.where(back, old + coded(movement, rule), old)
+            self.left = torch.where(back, movement - coded(movement, rule), self.left)
         w_dense, m_dense = adams(self.w, mean(g), self.m, rule)
         self.w = torch.where(self.dense, w_dense, w)
         self.m = torch.where(self.dense, m_dense, torch.where(sent, m, self.m))
@@ -155,4 +149,5 @@ class Local:
         self.v = torch.where(sent, v, self.v)
         self.anchor = torch.where(sent, new, self.anchor)
         self.w = torch.where(sent, self.anchor, self.w)
-        self.m = torch.where(sent, coded(mean(coded(self.m, rule)), rule), self.m)
+        if rule.average_moments:
+            self.m = torch.where(sent, coded(mean(coded(self.m, rule)), rule), self.m)
