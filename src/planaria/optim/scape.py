@@ -17,10 +17,12 @@ from planaria.optim import checks, portable
 from planaria.optim.adams import DEFAULT_BETAS, DEFAULT_DECAY, DEFAULT_EPS
 from planaria.optim.base import (
     BUCKET_BYTES,
+    Agreement,
     OwnedOptimizer,
     load_groups,
     read_closure,
     require_same_start,
+    take_seat,
     trained,
 )
 from planaria.optim.buckets import Buckets, master_dtype
@@ -48,8 +50,13 @@ class Scape(OwnedOptimizer):
       model to evaluate and to save is the mean (:meth:`mean_model`).
     - Further keywords are the fields of :class:`planaria.optim.ScapeOptions`.
 
-    ``state_dict()`` holds this worker's own state to the bit; :meth:`portable_state_dict` the state
-    that ``torch.distributed.checkpoint`` saves and loads at any number of workers.
+    ``state_dict()`` holds this worker's own state to the bit, as live tensors under
+    ``state["scape"]`` that only fit the same number of workers; it waits for nothing.
+    :meth:`portable_state_dict` is the state that ``torch.distributed.checkpoint`` saves and loads
+    at any number of workers.
+
+    Between nodes, under FSDP2: ``fully_shard(model, mesh=mesh["shard"])`` and
+    ``group=mesh["replicate"]``; gradients are then reduced densely inside a node.
 
     Errors: :class:`~planaria.optim.checks.OptionError`,
     :class:`~planaria.optim.checks.ReplicaError`,
@@ -99,34 +106,41 @@ class Scape(OwnedOptimizer):
             checks.number("weight_decay", own["weight_decay"], low=0.0)
         self.workers = Workers(group)
         self._params, chosen = trained(self)
+        held = take_seat(self.workers, chosen)
         layout = build(
-            chosen,
+            held,
             world=self.workers.size,
             bucket_bytes=bucket_bytes,
             dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
         )
-        self._check_params([p for _, _, p in chosen])
+        self._check_params(held)
         require_same_start(self.workers, layout, self._params)
-        self.buckets = Buckets(layout, self._params, self.workers, overlap=overlap)
+        self.count = torch.zeros((), dtype=torch.int64)
+        self.buckets = Buckets(
+            layout,
+            self._params,
+            self.workers,
+            overlap=overlap,
+            active=lambda: self.is_dense(int(self.count)),
+        )
         family = Drift if self.options.unsent == "local" else Frozen
         with torch.no_grad():
             self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
-        self.count = torch.zeros((), dtype=torch.int64)
-        self._fill_state()
-        self.buckets.active = self.is_dense(0)
+        self.state["scape"] = {"count": self.count, **self.family.tensors()}  # type: ignore[index]
         self.seal()
 
-    def _check_params(self, params: list[Tensor]) -> None:
+    def _check_params(self, held: list[tuple[int, int, Tensor]]) -> None:
+        params = [p for _, _, p in held]
         dtypes = sorted({str(master_dtype(p.dtype)) for p in params})
         if len(dtypes) > 1:
             raise checks.OptionError(
                 f"parameters are updated in {' and '.join(dtypes)}; give them one of the two, "
                 "or build one optimizer for each"
             )
-        for index, param in enumerate(params):
+        for index, _, param in held:
             if not param.is_contiguous():
                 raise checks.OptionError(
-                    f"trained parameter {index} is not contiguous, and single weights are written "
+                    f"parameter {index} is not contiguous, and single weights are written "
                     "into it; make it contiguous before the optimizer is built"
                 )
         half = any(master_dtype(p.dtype) != p.dtype for p in params)
@@ -154,21 +168,20 @@ class Scape(OwnedOptimizer):
         self.buckets.finish()
         if moved:
             self.count.add_(1)
-        self.buckets.active = self.is_dense(int(self.count))
         return loss
 
-    def _digest(self, step: int) -> int:
+    def _digest(self, step: int, *, sparse: bool) -> int:
         every = self.options.check_every
-        return self.family.digest() if every and step % every == 0 and step else 0
+        return self.family.digest(sparse=sparse) if every and step % every == 0 and step else 0
 
     def _dense_step(self, step: int) -> bool:
-        digest = self._digest(step)
+        digest = self._digest(step, sparse=False)
         grads = self.buckets.reduced()
         agreed = self.agree(grads, digest=digest)
         if agreed.changed:
             grads = self.buckets.resend()
             agreed = self.agree(grads, digest=digest)
-        self._compare(agreed.digests, step)
+        self._compare(agreed, step)
         if not self.accept(agreed):
             return False
         factor = self.clip(agreed.norm)
@@ -179,23 +192,21 @@ class Scape(OwnedOptimizer):
         return True
 
     def _sparse_step(self, step: int) -> bool:
-        for b in range(len(self.buckets.layout.buckets)):
+        layout = self.buckets.layout
+        self.family.prepare()
+        for b in range(layout.sparse, len(layout.buckets)):
             self.buckets.fill(b)
-        agreed = self.agree(self.buckets.sent, digest=self._digest(step))
-        self._compare(agreed.digests, step)
+        agreed = self.agree(self.buckets.grads(), digest=self._digest(step, sparse=True))
+        self._compare(agreed, step)
         agreed.square /= self.workers.size
         if not self.accept(agreed):
             return False
-        factor = self.clip(agreed.norm)
-        if factor is not None:
-            for sent in self.buckets.sent:
-                sent.mul_(factor)
-        self.family.sparse_step(step)
+        self.family.sparse_step(step, self.clip(agreed.norm))
         return True
 
-    def _compare(self, digests: list[int], step: int) -> None:
-        if len(set(digests)) > 1:
-            listed = ", ".join(f"{digest:x}" for digest in digests)
+    def _compare(self, agreed: Agreement, step: int) -> None:
+        if agreed.differ:
+            listed = ", ".join(f"{digest:x}" for digest in agreed.digests)
             raise checks.ReplicaError(
                 f"before step {step} masks or weights differ between workers ({listed}); "
                 "something else than the optimizer changed them: restore a checkpoint"
@@ -208,8 +219,8 @@ class Scape(OwnedOptimizer):
             yield
             return
         with torch.no_grad():
-            order = [self._params[index] for index in self.buckets.layout.place]
-            kept = [p.detach().clone() for p in order]
+            order = [self.buckets.weight(index) for index in self.buckets.layout.place]
+            kept = [p.clone() for p in order]
             for param, mean in zip(order, self.family.mean_weights(), strict=True):
                 param.copy_(mean)
         try:
@@ -218,17 +229,6 @@ class Scape(OwnedOptimizer):
             with torch.no_grad():
                 for param, own in zip(order, kept, strict=True):
                     param.copy_(own)
-
-    def _fill_state(self) -> None:
-        self.state["scape"] = {"count": self.count, **self.family.tensors()}  # type: ignore[index]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's format, with this worker's own state to the bit under ``state["scape"]``.
-
-        Waits for the mask under way. Tensors are live; they only fit the same number of workers.
-        """
-        self._fill_state()
-        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -259,13 +259,9 @@ class Scape(OwnedOptimizer):
         load_groups(self.param_groups, state_dict["param_groups"])
         for key, tensor in here.items():
             tensor.copy_(saved[key])
-        self._restored()
+        self.family.loaded()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _restored(self) -> None:
-        self.family.loaded()
-        self.buckets.active = self.is_dense(int(self.count))
 
     @torch.no_grad()
     def portable_state_dict(self) -> dict[str, Any]:
@@ -279,5 +275,5 @@ class Scape(OwnedOptimizer):
     def load_portable_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`portable_state_dict` gave, at any number of workers; collective."""
         self.buckets.drop()
+        self.family.settle()
         portable.load(self, state_dict)
-        self._restored()

@@ -95,7 +95,7 @@ def test_scape_refuses_mixed_master_dtypes_and_foreign_memory_formats() -> None:
     with pytest.raises(OptionError) as caught:
         Scape([nn.Parameter(torch.ones(4, 2).t())])
     assert str(caught.value) == (
-        "trained parameter 0 is not contiguous, and single weights are written into it; make it "
+        "parameter 0 is not contiguous, and single weights are written into it; make it "
         "contiguous before the optimizer is built"
     )
     with pytest.raises(OptionError) as caught:
@@ -153,7 +153,7 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     with pytest.raises(StateError) as caught:
         Scape(layer(), unsent="local").load_state_dict(saved)
     assert str(caught.value) == (
-        "the saved state holds ['count', 'first', 'mask', 'moment', 'skipped'] and "
+        "the saved state holds ['chosen', 'count', 'first', 'moment', 'since'] and "
         "Scape(unsent='local') needs ['anchor', 'count', 'moment', 'velocity']; load a state that "
         "Scape made with the same options"
     )

@@ -84,7 +84,8 @@ def resume_worker(rank: int, world: int) -> dict[str, bool]:
 
 def live(optimizer: Any) -> list[torch.Tensor]:
     if isinstance(optimizer, Sharded):
-        return [t for m in optimizer.masters for t in (m, optimizer.inner.state[m]["exp_avg"])]
+        masters = [unit.master for unit in optimizer.units]
+        return [t for m in masters for t in (m, optimizer.inner.state[m]["exp_avg"])]
     return list(optimizer.family.tensors().values())
 
 
