@@ -98,11 +98,6 @@ class RebuildableGroup(dist.ProcessGroup):
     def _lose(self) -> None:
         self._has_lost = True
 
-    @property
-    def epoch(self) -> int:
-        """The domain's: it grows with each new inside, on all members alike."""
-        return self._domain.epoch
-
     # ------------------------------------------------------------------ what c10d asks of a group
 
     @property

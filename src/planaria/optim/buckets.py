@@ -68,7 +68,6 @@ class Buckets:
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
         self._works: list[Pending] = []
         self._stale = False
-        self._epoch = self.workers.epoch
 
     def weight(self, index: int) -> Tensor:
         """What this worker holds of a parameter, without history."""
@@ -100,9 +99,6 @@ class Buckets:
         """Notes an accumulated gradient; sends its bucket and what waited for it, if complete."""
         if not (self._sync and self.overlap):
             return
-        if self._epoch != self.workers.epoch:
-            # What a broken attempt had under way is lost, on all workers alike.
-            self._reset()
         b, _ = self.layout.place[index]
         if not self._seen:
             if self._active is not None and not self._active():
@@ -156,8 +152,6 @@ class Buckets:
         The result is only right if no worker's gradients were :meth:`changed` since; the caller
         agrees on that with its other flags and calls :meth:`resend` if one was.
         """
-        if self._epoch != self.workers.epoch:
-            self._reset()
         self._send_rest()
         for work in self._works:
             work.wait()
@@ -174,6 +168,10 @@ class Buckets:
             # The result is thrown away, and a communicator that died says so to the next caller.
             with contextlib.suppress(RuntimeError, CommError):
                 work.wait()
+        self._reset()
+
+    def abandon(self) -> None:
+        """Forgets gradients under way without waiting, where the group under them is gone."""
         self._reset()
 
     def finish(self) -> None:

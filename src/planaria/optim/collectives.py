@@ -71,14 +71,6 @@ class Workers:
             self._mesh = DeviceMesh.from_group(self.group, device_type)
         return self._mesh
 
-    @property
-    def epoch(self) -> int:
-        """Grows when the inside of the group was replaced; what was under way then is lost.
-
-        It grows on all workers alike. An ordinary group of torch's stays at 0.
-        """
-        return getattr(self.group, "epoch", 0)
-
     def seat(self, mesh: DeviceMesh | None) -> None:
         """Makes known over which mesh FSDP2 cut the parameters inside the node, if it did."""
         self.inner = None if mesh is None else Workers(mesh)

@@ -70,7 +70,7 @@ class Drift:
     def loaded(self) -> None:
         """Called when the tensors have been written: nothing is derived from them."""
 
-    def settle(self) -> None:
+    def abandon(self) -> None:
         """Nothing is ever under way between two steps."""
 
     def prepare(self) -> None:

@@ -103,12 +103,12 @@ class Frozen:
 
     def loaded(self) -> None:
         """Called when the tensors have been written: what was derived from them is dropped."""
-        self._coming = self._mask = None
-
-    def settle(self) -> None:
-        """Waits for what is under way, and forgets it."""
         if self._coming is not None:
             self._coming.work.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forgets the mask, also one under way, without waiting; the next step gathers it again."""
         self._coming = self._mask = None
 
     def digest(self, *, sparse: bool) -> int:
@@ -142,7 +142,7 @@ class Frozen:
     def prepare(self) -> None:
         """Begins to gather the mask where that was not begun at the end of the step before.
 
-        All workers are alike in this: after a restored state, or over a new inside of the group.
+        All workers are alike in this: after a load, and where the group under it was made anew.
         """
         if self.count and not self._holds(self._mask) and not self._holds(self._coming):
             self._call_mask()
@@ -383,22 +383,19 @@ class Frozen:
         else:
             self._choose(step, None)
 
-    # The mask: valid for one content of `chosen` and one inside of the group.
-    def _key(self) -> tuple[int, int]:
-        return self.chosen._version, self.workers.epoch
-
     def _holds(self, held: Mask | Coming | None) -> bool:
-        return held is not None and held.key == self._key()
+        # A state may be written in place without a word.
+        return held is not None and held.version == self.chosen._version
 
     def _call_mask(self) -> None:
         own = self.chosen.to(torch.int64)
         if self.workers.size == 1 or self.options.statistic == "cycle":
-            self._mask = Mask(self._key(), own.expand(self.layout.world, -1))
+            self._mask = Mask(self.chosen._version, own.expand(self.layout.world, -1))
             return
         code = masks.encode(own, width=self.wide, code=self.code)
         # New at each call: what a group that has died had under way may still be written.
         codes = code.new_empty(self.layout.world, code.numel())
-        self._coming = Coming(self._key(), self.workers.gather(codes, code), codes)
+        self._coming = Coming(self.chosen._version, self.workers.gather(codes, code), codes)
 
     def mask(self) -> Mask:
         """Every owner's choice for this step; waits for it."""
@@ -408,7 +405,7 @@ class Frozen:
             assert coming is not None
             coming.work.wait()
             columns = masks.decode(coming.codes, width=self.wide, count=self.count, code=self.code)
-            self._mask = Mask(coming.key, columns)
+            self._mask = Mask(coming.version, columns)
         assert self._mask is not None
         return self._mask
 

@@ -38,8 +38,8 @@ class Place:
 class Mask:
     """Every owner's choice, valid for one step."""
 
-    key: tuple[int, int]
-    """What it was made from; see :class:`planaria.optim.frozen.Frozen`."""
+    version: int
+    """Counter, as torch keeps it for each tensor, of the choice that it was made from."""
     columns: Tensor
     """Each row ascending."""
     _places: dict[int, list[Place]] = field(default_factory=dict[int, list[Place]])
@@ -79,7 +79,7 @@ class Mask:
 class Coming:
     """A mask under way."""
 
-    key: tuple[int, int]
+    version: int
     """As the mask's."""
     work: Pending
     """The gather."""

@@ -26,6 +26,20 @@ def local(tensor: Tensor) -> Tensor:
     return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
+def like(held: Tensor, param: Tensor) -> Tensor:
+    """What this worker holds of a tensor, placed as a parameter is; shares its memory."""
+    if not isinstance(param, DTensor):
+        return held
+    return DTensor.from_local(
+        held,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 def seat(
     params: Sequence[tuple[int, int, Tensor]], group: dist.ProcessGroup | None
 ) -> DeviceMesh | None:

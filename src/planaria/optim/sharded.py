@@ -229,6 +229,9 @@ class Sharded(OwnedOptimizer):
         self.inner.step()
         for unit in self.units:
             unit.master.grad = None
+        if self._published != self._identities():
+            # An optimizer that counts in plain numbers, or makes new tensors: state shows them.
+            self._publish_state()
         self._publish()
         return loss
 
@@ -247,10 +250,25 @@ class Sharded(OwnedOptimizer):
                 entries[key] = value
         return entries
 
+    def _identities(self) -> list[int]:
+        states = [dict[str, Any](self.inner.state[unit.master]) for unit in self.units]
+        return [id(value) for state in states for value in state.values()]
+
     def _publish_state(self) -> None:
+        self._published = self._identities()
         for unit in self.units:
             for slot in unit.slots:
                 self.state[self._params[slot.index]] = self._entries(unit, slot)
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """As :meth:`OwnedOptimizer.restored`; numbers that are no tensors go to the inner state."""
+        super().restored()
+        for unit in self.units:
+            inner: dict[str, Any] = self.inner.state[unit.master]
+            shown: dict[str, Any] = self.state[self._params[unit.slots[0].index]]
+            inner.update({k: v for k, v in shown.items() if not isinstance(v, Tensor)})
+        self._published = self._identities()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's format; tensors are DTensors of the parameters' shapes over the group.
