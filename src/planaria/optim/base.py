@@ -97,6 +97,7 @@ def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> N
 
     ``value`` is a DTensor of the parameter's shape, the whole tensor, or this owner's part.
     """
+    shape = tuple(getattr(value, "shape", ()))
     if isinstance(value, DTensor):
         value = value.to_local()
     if not isinstance(value, Tensor):
@@ -108,7 +109,7 @@ def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> N
         value = value[begin : begin + target.shape[0]]
     if value.shape != target.shape:
         raise checks.StateError(
-            f"{what} has the shape {tuple(value.shape)} and this model needs {slot.shape}; "
+            f"{what} has the shape {shape} and this model needs {slot.shape}; "
             "load a state that was saved from the same model"
         )
     target.copy_(value)

@@ -6,7 +6,8 @@ whose inside is replaced. A group of one worker, or none at all, costs no commun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import torch
@@ -138,6 +139,28 @@ class Workers:
                 differ, listed = True, f"among those of shard {found.index(1.0)}"
         if differ:
             raise checks.ReplicaError(f"{what} differs between workers ({listed}); {advice}")
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """An error inside it ends in an error on every worker: this one, or a StateError."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        failed = self.table([float(error is not None)])[:, 0].tolist()
+        named = f"worker {failed.index(1.0)}" if any(failed) else ""
+        if self.inner is not None:
+            node = self.inner.table([float(bool(named))])[:, 0].tolist()
+            if any(node):
+                named = named or f"a worker of shard {node.index(1.0)}"
+        if error is not None:
+            raise error
+        if named:
+            raise checks.StateError(
+                f"the state to be loaded does not fit on {named}, which says why; let every worker "
+                "load a state of the same model"
+            )
 
     def _device(self) -> torch.device:
         if self.group is not None and dist.get_backend(self.group) == "nccl":

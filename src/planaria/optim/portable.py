@@ -56,8 +56,14 @@ def save(optimizer: Owner) -> dict[str, Any]:
 
 def load(optimizer: Owner, saved: dict[str, Any]) -> None:
     """Loads what :func:`save` gave; collective."""
-    layout, rank = optimizer.buckets.layout, optimizer.workers.rank
     columns = _columns(optimizer, mean=False)
+    with optimizer.workers.together():
+        _fill(optimizer, columns, saved)
+    _spread(optimizer, columns)
+
+
+def _fill(optimizer: Owner, columns: Columns, saved: dict[str, Any]) -> None:
+    layout, rank = optimizer.buckets.layout, optimizer.workers.rank
     for name, flats in columns.items():
         for bucket, flat in zip(layout.buckets, flats, strict=False):
             for slot in bucket.slots:
@@ -74,7 +80,6 @@ def load(optimizer: Owner, saved: dict[str, Any]) -> None:
     groups = [{**g, "params": [None] * g["params"]} for g in saved["param_groups"]]
     load_groups(optimizer.param_groups, groups)
     optimizer.count.copy_(torch.as_tensor(saved["count"]))
-    _spread(optimizer, columns)
 
 
 def _columns(optimizer: Owner, *, mean: bool) -> Columns:

@@ -143,7 +143,8 @@ class Scape(OwnedOptimizer):
         family = Drift if self.options.unsent == "local" else Frozen
         with torch.no_grad():
             self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
-        self.state["scape"] = {"count": self.count, **self.family.tensors()}  # type: ignore[index]
+        self._layout = torch.tensor(layout.digest(), dtype=torch.int64)
+        self.state["scape"] = self._tensors()  # type: ignore[index]
         self.seal()
 
     def _check_params(self, held: list[tuple[int, int, Tensor]]) -> None:
@@ -258,7 +259,7 @@ class Scape(OwnedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores in place, bit by bit, what ``state_dict`` gave on the same rank.
+        """Restores in place, bit by bit, what ``state_dict`` gave on the same rank; collective.
 
         Errors: :class:`planaria.optim.checks.StateError` for other parameters, another family
         or another number of workers.
@@ -267,7 +268,20 @@ class Scape(OwnedOptimizer):
             state_dict = hook(self, state_dict) or state_dict
         self.buckets.drop()
         saved = state_dict["state"].get("scape")
-        here: dict[str, Tensor] = {"count": self.count, **self.family.tensors()}
+        here = self._tensors()
+        with self.workers.together():
+            self._require_own(saved, here)
+            load_groups(self.param_groups, state_dict["param_groups"])
+        for key, tensor in here.items():
+            tensor.copy_(saved[key])
+        self.restored()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"count": self.count, "layout": self._layout, **self.family.tensors()}
+
+    def _require_own(self, saved: dict[str, Tensor] | None, here: dict[str, Tensor]) -> None:
         if saved is None or set(saved) != set(here):
             found = sorted(saved) if saved else "nothing"
             raise checks.StateError(
@@ -281,12 +295,12 @@ class Scape(OwnedOptimizer):
                     f"{self.workers.size} workers needs {tuple(tensor.shape)}; load a state of the "
                     "same model and number of workers, or use load_portable_state_dict"
                 )
-        load_groups(self.param_groups, state_dict["param_groups"])
-        for key, tensor in here.items():
-            tensor.copy_(saved[key])
-        self.restored()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        if int(saved["layout"]) != int(self._layout):
+            raise checks.StateError(
+                "the saved state was laid out for other shapes, groups or bucket_bytes (layout "
+                f"{int(saved['layout']):x}, here {int(self._layout):x}); load a state of the same "
+                "model and options, or use load_portable_state_dict"
+            )
 
     def abandon(self) -> None:
         """As :meth:`OwnedOptimizer.abandon`; the mask under way is gathered again."""

@@ -282,18 +282,21 @@ class Sharded(OwnedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores in place, bit by bit; also takes whole tensors, as an unsharded optimizer saves.
 
+        Collective.
+
         Errors: :class:`planaria.optim.checks.StateError` if it belongs to other parameters.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
-        load_groups(self.param_groups, groups)
-        # Keys need not be numbers: torch.distributed.checkpoint loads by the parameters' names.
-        keys = [key for group in groups for key in group["params"]]
         self.buckets.drop()
-        for unit in self.units:
-            for slot in unit.slots:
-                self._load_slot(unit, slot, state_dict["state"].get(keys[slot.index]))
+        with self.workers.together():
+            load_groups(self.param_groups, groups)
+            # Keys need not be numbers: torch.distributed.checkpoint loads by the parameters' names.
+            keys = [key for group in groups for key in group["params"]]
+            for unit in self.units:
+                for slot in unit.slots:
+                    self._load_slot(unit, slot, state_dict["state"].get(keys[slot.index]))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
