@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planaria.optim import checks
-from planaria.optim.wire import WIRES
 
 FAMILIES = ("frozen", "moved", "local")
 STATISTICS = ("momentum", "aged", "gradient", "cycle")
+WIRES = ("float32", "bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True)

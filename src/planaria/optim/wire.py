@@ -19,9 +19,6 @@ from torch import Tensor
 BLOCK = 256
 """Values that share a scale of four bytes; ``plan_comm.VALUE_BYTES`` counts with it."""
 
-WIRES = ("float32", "bfloat16", "int8", "int4")
-"""What a value travels as; "float32" is the dtype of the optimizer's state, whatever it is."""
-
 _LEVELS = {"int8": 127, "int4": 7}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from planaria.optim import wire
+from planaria.optim.options import WIRES
 from planaria.optim.plan_comm import VALUE_BYTES
 
 
@@ -39,13 +40,13 @@ def test_bytes_are_those_that_the_plan_counts(count: int) -> None:
     blocks = -(-count // wire.BLOCK)
     assert wire.encode(values, "int8").shape == (2, count + 4 * blocks)
     assert wire.encode(values, "int4").shape == (2, -(-count // 2) + 4 * blocks)
-    assert set(VALUE_BYTES) == set(wire.WIRES)
-    for kind in wire.WIRES:
+    assert set(VALUE_BYTES) == set(WIRES)
+    for kind in WIRES:
         sent = wire.encode(numbers(2, 1 << 14), kind)
         assert sent.numel() * sent.element_size() == 2 * (1 << 14) * VALUE_BYTES[kind]
 
 
-@pytest.mark.parametrize("kind", wire.WIRES)
+@pytest.mark.parametrize("kind", WIRES)
 def test_zeros_stay_zeros_beside_a_block_that_is_not(kind: str) -> None:
     values = torch.zeros(2, 600)
     values[1, 300] = -3.5
