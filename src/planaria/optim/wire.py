@@ -51,7 +51,9 @@ def decode(sent_NB: Tensor, count: int, wire: str, *, dtype: torch.dtype) -> Ten
     if wire not in _LEVELS:
         return sent_NB.to(dtype)
     rows, blocks = sent_NB.shape[0], math.ceil(count / BLOCK)
-    scales_NC = sent_NB[:, : 4 * blocks].contiguous().view(torch.float32)
+    # A copy, since only memory that begins at a multiple of four bytes can be seen as float32.
+    scales = sent_NB[:, : 4 * blocks].clone(memory_format=torch.contiguous_format)
+    scales_NC = scales.view(-1).view(torch.float32).view(rows, blocks)
     codes = sent_NB[:, 4 * blocks :]
     if wire == "int8":
         whole = codes.view(torch.int8).to(dtype)

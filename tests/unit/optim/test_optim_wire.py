@@ -68,3 +68,15 @@ def test_plain_wires_are_the_values() -> None:
     assert torch.equal(same, values)
     half = wire.decode(wire.encode(values, "bfloat16"), 300, "bfloat16", dtype=torch.float32)
     assert torch.equal(half, values.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", WIRES)
+def test_rows_may_lie_side_by_side_anywhere_in_memory(kind: str) -> None:
+    one, two = numbers(1, 333), numbers(1, 333) * 2
+    sent = [wire.encode(values, kind) for values in (one, two)]
+    # An odd number of bytes before the first, as where several kinds share a buffer.
+    buffer = torch.cat([sent[0][:, :1], *sent], dim=1)
+    for values, part, alone in zip((one, two), buffer[:, 1:].chunk(2, dim=1), sent, strict=True):
+        found = wire.decode(part, 333, kind, dtype=torch.float32)
+        assert torch.equal(found, wire.decode(alone, 333, kind, dtype=torch.float32))
+        assert torch.allclose(found, values, rtol=0, atol=values.abs().max().item() / 14)
