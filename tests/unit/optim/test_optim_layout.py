@@ -181,13 +181,13 @@ def test_param_groups_tell_embeddings_and_vectors() -> None:
             self.inner.bias.requires_grad_(False)
 
     model = Model()
-    groups = param_groups(model, weight_decay=0.2)
+    groups = param_groups(model, weight_decay=0.2, dense_embeddings=True)
     found = {(g["weight_decay"], g["dense"]): g["params"] for g in groups}
     assert found.keys() == {(0.2, True), (0.0, False), (0.2, False)}
     assert [p is model.table.weight for p in found[0.2, True]] == [True]
     assert [p is model.inner.weight for p in found[0.2, False]] == [True]
     assert len(found[0.0, False]) == 2
-    flat = param_groups(model, decay_vectors=True, dense_embeddings=False)
+    flat = param_groups(model, decay_vectors=True)
     assert [(g["weight_decay"], g["dense"], len(g["params"])) for g in flat] == [(0.1, False, 4)]
 
 
