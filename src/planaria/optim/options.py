@@ -25,7 +25,8 @@ class ScapeOptions:
     was left out so far ("feedback")."""
     statistic: str = "aged"
     """What the mask takes the largest of: the owner's own buffer, the buffer times the root of the
-    steps since it was sent ("aged"), the owner's own gradient, or nothing: a fixed cycle."""
+    steps since it was sent ("aged", compared by squares), the owner's own gradient, or nothing: a
+    fixed cycle."""
     after_send: str = "clear"
     """Whether a sent first moment is kept or cleared on the workers. Subtracting what was sent is
     the same as clearing, since each worker sends its own value."""

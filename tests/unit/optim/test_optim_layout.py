@@ -90,7 +90,7 @@ def test_masks_are_exact_deterministic_and_survive_their_codes(
 @given(
     width=st.integers(70_000, 90_000),
     share=st.sampled_from([0.0001, 0.01, 0.1, 0.24, 0.5]),
-    kind=st.sampled_from(["normal", "ties", "zeros", "ramp", "late"]),
+    kind=st.sampled_from(["normal", "ties", "zeros", "ramp", "late", "tiny", "huge"]),
     begin=st.integers(0, 5000),
 )
 def test_a_choice_by_blocks_is_the_choice_of_all(
@@ -107,9 +107,18 @@ def test_a_choice_by_blocks_is_the_choice_of_all(
     elif kind == "late":
         # Every column that the sample sees has a high score, so that the guess is too high.
         score[begin :: masks.STRIDE] += 10
+    elif kind == "tiny":
+        score *= 1e-25
+    elif kind == "huge":
+        score *= 1e25
     count = max(1, round(share * (width - begin)))
-    chosen = masks.largest_by(lambda columns: score[columns].clone(), begin, width, count)
-    assert torch.equal(chosen, begin + masks.largest(score[begin:], count))
+    score *= torch.rand(width, generator=generator).sub(0.5).sign()
+    chosen = masks.largest_by(masks.Score(score), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(score[begin:].abs(), count))
+    since = torch.randint(0, 30, (width,), generator=generator).to(torch.float32)
+    aged = score.square() * (31 - since)
+    chosen = masks.largest_by(masks.Score(score, since, 31), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(aged[begin:], count))
 
 
 @settings(max_examples=60, deadline=None)
