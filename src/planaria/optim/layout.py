@@ -147,27 +147,77 @@ def build(
     return Layout(world, tuple(buckets))
 
 
+def pieces(flat: Tensor, rows: Tensor, slot: Slot) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views: of a flat tensor [numel], and of the place of the same weights in ``rows``.
+
+    ``rows`` [N, S] is a bucket's. At most two pairs, each of one shape: [F, length] for the owners
+    whose part is full, [rest] for the one behind them. Padding is in neither.
+    """
+    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+    block = rows[:, slot.offset : slot.offset + slot.length]
+    found: list[tuple[Tensor, Tensor]] = []
+    if full:
+        found.append((flat[: full * slot.length].view(full, slot.length), block[:full]))
+    if rest:
+        found.append((flat[full * slot.length :], block[full, :rest]))
+    return found
+
+
+def parts(flat: Tensor, rows: Tensor, slot: Slot) -> list[tuple[Tensor, Tensor]]:
+    """As :func:`pieces`, one pair for each owner, so that contiguous rows give contiguous views."""
+    if not slot.length:
+        return []
+    return [
+        (own, rows[owner, slot.offset : slot.offset + own.numel()])
+        for owner, own in enumerate(flat.split(slot.length))
+        if own.numel()
+    ]
+
+
+def some(
+    flat: Tensor, rows: Tensor, slot: Slot, columns: slice, at: int
+) -> list[tuple[Tensor, Tensor]]:
+    """As :func:`pieces`, of some of a slot's columns, which lie in ``rows`` [N, K] from ``at`` on."""
+    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+    found: list[tuple[Tensor, Tensor]] = []
+    if full:
+        held = flat[: full * slot.length].view(full, slot.length)[:, columns]
+        found.append((held, rows[:full, at : at + held.shape[1]]))
+    if rest:
+        held = flat[full * slot.length :][columns]
+        found.append((held, rows[full, at : at + held.numel()]))
+    return found
+
+
 def pack(flat: Tensor | None, rows: Tensor, slot: Slot) -> None:
     """Writes a flat tensor [numel] into its columns of ``rows`` [N, S]; zeros for ``None``."""
     block = rows[:, slot.offset : slot.offset + slot.length]
     if flat is None:
         block.zero_()
         return
-    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
-    block[:full].copy_(flat[: full * slot.length].view(full, slot.length))
-    if full < block.shape[0]:
-        block[full:].zero_()
-        if rest:
-            block[full, :rest].copy_(flat[full * slot.length :])
+    for whole, place in pieces(flat, rows, slot):
+        place.copy_(whole)
+    if slot.numel < slot.length * rows.shape[0]:
+        full, rest = divmod(slot.numel, slot.length)
+        block[full, rest:].zero_()
+        block[full + 1 :].zero_()
 
 
 def unpack(rows: Tensor, flat: Tensor, slot: Slot) -> None:
     """Writes the columns of a parameter in ``rows`` [N, S] into a whole flat tensor [numel]."""
-    block = rows[:, slot.offset : slot.offset + slot.length]
-    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
-    flat[: full * slot.length].view(full, slot.length).copy_(block[:full])
-    if rest:
-        flat[full * slot.length :].copy_(block[full, :rest])
+    for whole, place in pieces(flat, rows, slot):
+        whole.copy_(place)
+
+
+def within(slot: Slot, part: range) -> slice:
+    """Which of a slot's columns a part of its bucket's columns holds, counted from the slot's first.
+
+    ``part`` ascends.
+    """
+    begin = part.start - slot.offset
+    if begin < 0:
+        begin = begin % part.step if part.step > 1 else 0
+    return slice(begin, max(begin, min(slot.length, part.stop - slot.offset)), part.step)
 
 
 def local_shape(slot: Slot, owner: int) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ def test_the_local_family_equals_the_reference_on_whole_tensors(
             for owner in range(world):
                 for bucket, part in zip(layout.buckets, phases[step % 10], strict=False):
                     columns = torch.zeros(bucket.width, dtype=torch.bool)
-                    columns[part] = True
+                    columns[part.start : part.stop : part.step] = True
                     for slot in bucket.slots:
                         begin, end = slot.part(owner)
                         chosen = columns[slot.offset : slot.offset + end - begin]

@@ -16,7 +16,7 @@ from planaria.errors import ConfigError
 from planaria.optim import masks, param_groups
 from planaria.optim.collectives import checksum
 from planaria.optim.commands import PlanComm
-from planaria.optim.layout import build, local_shape, pack, unpack
+from planaria.optim.layout import build, local_shape, pack, parts, some, unpack, within
 from planaria.optim.plan_comm import CHUNK, Job, Link, advice, mask_bytes, plan, seconds, volume
 
 SHAPES = st.lists(
@@ -84,6 +84,68 @@ def test_masks_are_exact_deterministic_and_survive_their_codes(
         assert codes.shape == (2, masks.code_bytes(width, count, code))
         back = masks.decode(codes, width=width, count=count, code=code)
         assert torch.equal(back, torch.stack([chosen, other]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    width=st.integers(70_000, 90_000),
+    share=st.sampled_from([0.0001, 0.01, 0.1, 0.24, 0.5]),
+    kind=st.sampled_from(["normal", "ties", "zeros", "ramp", "late"]),
+    begin=st.integers(0, 5000),
+)
+def test_a_choice_by_blocks_is_the_choice_of_all(
+    width: int, share: float, kind: str, begin: int
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    score = torch.rand(width, generator=generator)
+    if kind == "ties":
+        score = (score * 7).floor()
+    elif kind == "zeros":
+        score[score < 0.99] = 0.0
+    elif kind == "ramp":
+        score = torch.arange(width, dtype=torch.float32)
+    elif kind == "late":
+        # Every column that the sample sees has a high score, so that the guess is too high.
+        score[begin :: masks.STRIDE] += 10
+    count = max(1, round(share * (width - begin)))
+    chosen = masks.largest_by(lambda columns: score[columns].clone(), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(score[begin:], count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=SHAPES,
+    world=st.integers(1, 5),
+    period=st.integers(1, 9),
+    phase=st.integers(0, 8),
+    scattered=st.booleans(),
+)
+def test_some_columns_of_a_bucket_are_those_of_its_buffer(
+    shapes: list[tuple[int, ...]], world: int, period: int, phase: int, scattered: bool
+) -> None:
+    params = [torch.randn(shape) for shape in shapes]
+    triples = [(i, 0, p) for i, p in enumerate(params)]
+    layout = build(triples, world=world, bucket_bytes=1 << 20, dense=lambda *_: False)
+    (bucket,) = layout.buckets
+    rows = torch.zeros(world, bucket.width)
+    for slot in bucket.slots:
+        pack(params[slot.index].reshape(-1), rows, slot)
+    if scattered:
+        part = range(min(phase, bucket.width), bucket.width, period)
+    else:
+        phase %= period
+        part = range(bucket.width * phase // period, bucket.width * (phase + 1) // period)
+    expected = rows[:, part.start : part.stop : part.step]
+    found, at = torch.zeros_like(expected), 0
+    for slot in bucket.slots:
+        columns = within(slot, part)
+        for held, place in some(params[slot.index].reshape(-1), found, slot, columns, at):
+            place.copy_(held)
+        at += len(range(*columns.indices(slot.length)))
+        for own, place in parts(params[slot.index].reshape(-1), rows, slot):
+            assert torch.equal(own, place)
+    assert at == len(part)
+    assert torch.equal(found, expected)
 
 
 def test_the_shorter_code_is_taken() -> None:
