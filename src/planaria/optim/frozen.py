@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from planaria.optim import masks
-from planaria.optim.adams import BLOCK, second_moment, update, update_all
+from planaria.optim.adams import second_moment, update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over
 from planaria.optim.collectives import checksum, mean_rows
 from planaria.optim.layout import Layout, pieces
@@ -48,6 +48,10 @@ def segments(layout: Layout, options: ScapeOptions) -> list[tuple[int, int, int]
         for begin, end in bounds
         if end > begin
     ]
+
+
+# Chosen weights that are moved at a time, so that what is made on the way stays inside the cache.
+BLOCK = 1 << 16
 
 
 class Frozen:
@@ -256,7 +260,6 @@ class Frozen:
         oldest = int(tau_K.max())
         for b, first, last in self._bounds(own_K):
             group = self.groups[self.layout.buckets[b].group]
-            # Block by block, so that what is made on the way stays inside the cache.
             for begin in range(first, last, BLOCK):
                 part = slice(begin, min(begin + BLOCK, last))
                 columns, tau = own_K[part], tau_K[part]
