@@ -25,7 +25,8 @@ class ScapeOptions:
     was left out so far ("feedback")."""
     statistic: str = "aged"
     """What the mask takes the largest of: the owner's own buffer, the buffer times the root of the
-    steps since it was sent ("aged"), the owner's own gradient, or nothing: a fixed cycle."""
+    steps since it was sent ("aged", compared by squares), the owner's own gradient, or nothing: a
+    fixed cycle."""
     after_send: str = "clear"
     """Whether a sent first moment is kept or cleared on the workers. Subtracting what was sent is
     the same as clearing, since each worker sends its own value."""
@@ -48,6 +49,9 @@ class ScapeOptions:
     """How a mask travels: "bitmap", "index" (12 bits a column), or the shorter of both."""
     cycle: str = "scattered"
     """Order of the averaging cycle of the local family: "scattered" or "contiguous"."""
+    cycle_run: int = 16
+    """Neighbouring columns that a scattered cycle averages together. Sixteen float32 numbers are
+    what a processor fetches at a time, so one alone takes as long."""
     average_moments: bool = True
     """Whether the local family averages the first moments together with the weights."""
     wire: str = "bfloat16"
@@ -74,6 +78,7 @@ class ScapeOptions:
         checks.choice("wire", self.wire, ("bfloat16", "float32"))
         checks.choice("cycle", self.cycle, ("scattered", "contiguous"))
         checks.number("refresh", self.refresh, low=1)
+        checks.number("cycle_run", self.cycle_run, low=1)
         checks.number("dense_steps", self.dense_steps, low=0)
         checks.number("step_scale", self.step_scale, low=0.0)
         checks.number("scale_cap", self.scale_cap, low=1.0)
