@@ -51,8 +51,17 @@ def sparse(kind: Kind, **more: Any) -> SparseJob:
         (sparse("frozen", half=True), MIXED),
         (sparse("local"), KILLS),
         (sparse("local"), MIXED),
+        (sparse("frozen", seat=True), KILLS),
     ],
-    ids=["sharded", "sharded-mixed", "frozen", "frozen-half-mixed", "local", "local-mixed"],
+    ids=[
+        "sharded",
+        "sharded-mixed",
+        "frozen",
+        "frozen-half-mixed",
+        "local",
+        "local-mixed",
+        "between-nodes",
+    ],
 )
 def test_no_trace_is_left(
     tmp_path: Path, calm: Callable[..., Outcome], job: SparseJob, faults: tuple[str, ...]
@@ -83,6 +92,12 @@ def test_the_regime_follows_from_the_family(calm: Callable[..., Outcome]) -> Non
         # What is evaluated and saved is the same everywhere.
         assert all(equal(h["mean"], held[0]["mean"]) for h in held)
         assert all(h["curve"] == held[0]["curve"] for h in held)
+        # The one that was skipped is not among them.
+        assert len(held[0]["curve"]["steps"]) == STEPS - 1
+    seated = calm(sparse("frozen", seat=True), workers=4).holdings
+    assert seated[0]["regime"][0] == "optimizer sharded"
+    assert equal(seated[0]["own"], seated[2]["own"])
+    assert not equal(seated[0]["own"], seated[1]["own"])
 
 
 @pytest.mark.parametrize("kind", ["frozen", "local"])

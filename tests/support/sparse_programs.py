@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import planaria
@@ -38,8 +40,10 @@ class SparseJob:
     final: str
     """Folder of what each shard holds at the end."""
     noise: bool = True
-    """Whether each worker drops features by its own generator, as a language model would, and
-    gradients are clipped, in sparse steps by the workers' own norms."""
+    """Whether each worker drops features by its own generator, as a language model would, gradients
+    are clipped, in sparse steps by the workers' own norms, and step 7 is skipped for a NaN."""
+    seat: bool = False
+    """Whether FSDP2 cuts the model inside each of two nodes, and the optimizer sits between them."""
     half: bool = False
     """Whether weights are bfloat16, with float32 masters."""
     checkpoint_every: int = 0
@@ -79,6 +83,11 @@ def build(job: SparseJob) -> dict[str, Any]:
     model = model_of(job)
     common: dict[str, Any] = {"lr": 3e-3, "bucket_bytes": 6000}
     common["max_norm"] = 0.5 if job.noise else None
+    if job.seat:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model[5], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        common["group"] = mesh["replicate"]
     optimizer: torch.optim.Optimizer
     if job.kind == "sharded":
         optimizer = Sharded(torch.optim.AdamW, model.parameters(), **common)
@@ -110,14 +119,14 @@ def loss_of(model: nn.Module, step: int, part: slice) -> Tensor:
 
 
 def main(job: SparseJob) -> None:
-    with planaria.join(lambda shard: build(job)) as run:
+    with planaria.join(lambda shard: build(job), on_nonfinite="skip") as run:
         for attempt in run.attempts(until=job.steps, checkpoint_every=job.checkpoint_every):
             with attempt:
-                train(run, attempt)
+                train(job, run, attempt)
         run.final(lambda: finish(job, run), answer=42.0)
 
 
-def train(run: planaria.Run, attempt: planaria.Attempt) -> None:
+def train(job: SparseJob, run: planaria.Run, attempt: planaria.Attempt) -> None:
     own = SAMPLES // run.shard.world // 2
     total = 0.0
     for micro in range(2):
@@ -125,6 +134,8 @@ def train(run: planaria.Run, attempt: planaria.Attempt) -> None:
         attempt.consumed(SAMPLES * attempt.step + i for i in range(first, first + own))
         with run.optimizer.no_sync() if micro == 0 else nullcontext():
             loss = loss_of(run.model, attempt.step, slice(first, first + own)) / 2
+            if job.noise and (attempt.step, run.shard.index) == (7, 1):
+                loss = loss * float("nan")
             loss.backward()
         total += float(loss.detach())
     attempt.finite(total)
@@ -154,9 +165,9 @@ def evaluate(run: planaria.Run) -> float:
 
 def finish(job: SparseJob, run: planaria.Run) -> None:
     """Write what this shard holds, its own model and the mean one."""
-    own = {name: value.clone() for name, value in run.model.state_dict().items()}
+    own = {name: plain(value) for name, value in run.model.state_dict().items()}
     with averaged(run.optimizer):
-        mean = {name: value.clone() for name, value in run.model.state_dict().items()}
+        mean = {name: plain(value) for name, value in run.model.state_dict().items()}
     entries = {
         f"{position}.{name}": plain(value)
         for position, entry in enumerate(run.optimizer.state.values())
