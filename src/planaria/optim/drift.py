@@ -189,7 +189,7 @@ class Drift:
 
     def parts(self, phase: int) -> list[Comb]:
         """The columns of each sparse bucket that are averaged in a phase of the cycle."""
-        period, run = self.options.period, self.options.cycle_run
+        period, run = self.options.period, self.options.run
         chosen: list[Comb] = []
         for bucket in self.layout.buckets[: self.layout.sparse]:
             if self.options.cycle == "scattered":
