@@ -28,7 +28,7 @@ from planaria.optim.adams import update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over, write
 from planaria.optim.collectives import checksum, mean_rows
 from planaria.optim.frozen import adams_options
-from planaria.optim.layout import Slot, pack, parts, pieces, some, within
+from planaria.optim.layout import Comb, Slot, pack, parts, pieces
 from planaria.optim.options import ScapeOptions
 
 
@@ -187,74 +187,82 @@ class Drift:
         self._move(own=range(layout.sparse), mean=dense, factor=factor)
         self._average((step - self.options.dense_steps) % self.options.period)
 
-    def parts(self, phase: int) -> list[range]:
+    def parts(self, phase: int) -> list[Comb]:
         """The columns of each sparse bucket that are averaged in a phase of the cycle."""
-        period = self.options.period
-        chosen: list[range] = []
+        period, run = self.options.period, self.options.run
+        chosen: list[Comb] = []
         for bucket in self.layout.buckets[: self.layout.sparse]:
             if self.options.cycle == "scattered":
-                chosen.append(range(min(phase, bucket.width), bucket.width, period))
+                chosen.append(Comb(phase * run, bucket.width, run, period * run))
             else:
                 low, high = (bucket.width * p // period for p in (phase, phase + 1))
-                chosen.append(range(low, high))
+                chosen.append(Comb(low, high, max(1, high - low), bucket.width))
         return chosen
 
-    def _weights(self, b: int, part: range) -> Tensor:
+    def _weights(self, b: int, part: Comb) -> Tensor:
         """This worker's weights of some columns of a bucket [N, K]; a copy, padding is zero."""
         if self.master is not None:
-            return self.whole(self.master)[b][:, _slice(part)].clone()
-        found = self.m.new_zeros(self.layout.world, len(part))
+            return part.take(self.whole(self.master)[b])
+        width = self.layout.buckets[b].width
+        found = self.m.new_zeros(self.layout.world, part.count(0, width))
         for held, place in self._places(b, part, found):
             place.copy_(held)
         return found
 
-    def _set_weights(self, b: int, part: range, values_NK: Tensor) -> None:
+    def _set_weights(self, b: int, part: Comb, values_NK: Tensor) -> None:
         if self.master is not None:
             master = self.whole(self.master)[b]
-            master[:, _slice(part)] = values_NK
+            part.put(master, values_NK)
             for slot in self.layout.buckets[b].slots:
                 write(self.buckets.weight(slot.index), master, slot)
             return
         for held, place in self._places(b, part, values_NK):
             held.copy_(place)
 
-    def _places(self, b: int, part: range, rows_NK: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _places(self, b: int, part: Comb, rows_NK: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of views: of the parameters, and of the same weights in ``rows``."""
         found: list[tuple[Tensor, Tensor]] = []
         at = 0
         for slot in self.layout.buckets[b].slots:
-            columns = within(slot, part)
+            packed = rows_NK[:, at:]
             flat = self.buckets.weight(slot.index).view(-1)
-            found += some(flat, rows_NK, slot, columns, at)
-            at += len(range(*columns.indices(slot.length)))
+            full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+            if full:
+                rows = flat[: full * slot.length].view(full, slot.length)
+                found += part.pairs(rows, packed[:full], slot.offset)
+            if rest:
+                found += part.pairs(flat[full * slot.length :], packed[full], slot.offset)
+            at += part.count(slot.offset, slot.offset + slot.length)
         return found
 
     def _average(self, phase: int) -> None:
         """Averages movements since the last averaging, and moments, of a part of the cycle."""
-        sparse, chosen = self.layout.sparse, self.parts(phase)
         if not self.anchor.numel():
             return
-        spans = [_slice(part) for part in chosen]
-        anchors = [rows[:, s] for rows, s in zip(self.whole(self.anchor), spans, strict=False)]
-        moments = [rows[:, s] for rows, s in zip(self.whole(self.m)[:sparse], spans, strict=True)]
-        moved = [a - self._weights(b, chosen[b]) for b, a in enumerate(anchors)]
-        kinds = [moved, moments] if self.options.average_moments else [moved]
+        chosen = self.parts(phase)
+        anchors = [c.take(rows) for c, rows in zip(chosen, self.whole(self.anchor), strict=False)]
+        moved = [anchor - self._weights(b, chosen[b]) for b, anchor in enumerate(anchors)]
+        kinds = [moved]
+        if self.options.average_moments:
+            held = zip(chosen, self.whole(self.m), strict=False)
+            kinds.append([c.take(rows) for c, rows in held])
         sent_NB = self._encode([torch.cat(kind, dim=1) for kind in kinds])
         received_NB = torch.empty_like(sent_NB)
         self.workers.exchange(received_NB, sent_NB).wait()
         widths = [rows.shape[1] for rows in moved]
         means = [mean_rows(rows) for rows in self._decode(received_NB, sum(widths))]
-        means[0] = self._outer(means[0], spans)
+        means[0] = self._outer(means[0], chosen)
         back_B = self._encode([mean_K.unsqueeze(0) for mean_K in means]).view(-1)
         self.workers.gather(sent_NB, back_B).wait()
         steps_NK, *moments_NK = self._decode(sent_NB, sum(widths))
         for b, (anchor, step) in enumerate(zip(anchors, steps_NK.split(widths, 1), strict=True)):
             # Every worker subtracts the same rounded step from the same anchor.
             anchor.sub_(step)
+            chosen[b].put(self.whole(self.anchor)[b], anchor)
             self._set_weights(b, chosen[b], anchor)
         for mean_NK in moments_NK:
-            for moment, mean in zip(moments, mean_NK.split(widths, 1), strict=True):
-                moment.copy_(mean)
+            for b, mean in enumerate(mean_NK.split(widths, 1)):
+                chosen[b].put(self.whole(self.m)[b], mean)
 
     def _encode(self, kinds_NK: Sequence[Tensor]) -> Tensor:
         """Movements, and moments if they travel, as one buffer; each kind has its own scales."""
@@ -267,16 +275,18 @@ class Drift:
             for part in sent_NB.chunk(kinds, dim=1)
         ]
 
-    def _outer(self, delta_K: Tensor, spans: Sequence[slice]) -> Tensor:
+    def _outer(self, delta_K: Tensor, chosen: Sequence[Comb]) -> Tensor:
         """The owner's Nesterov step; returns what every worker subtracts from its anchor."""
         rate, momentum = self.options.outer_rate, self.options.outer_momentum
         steps: list[Tensor] = []
         begin = 0
-        for bucket, part in zip(self.layout.buckets, spans, strict=False):
-            velocity = self.velocity[bucket.begin : bucket.end][part]
+        for bucket, part in zip(self.layout.buckets, chosen, strict=False):
+            held = self.velocity[bucket.begin : bucket.end]
+            velocity = part.take(held)
             delta = delta_K[begin : begin + velocity.numel()]
             begin += velocity.numel()
             velocity.mul_(momentum).add_(delta)
+            part.put(held, velocity)
             steps.append(torch.add(delta, velocity, alpha=momentum) * rate)
         return torch.cat(steps)
 
@@ -302,7 +312,3 @@ class Drift:
                 write(mean, whole, slot)
                 found.append(mean)
         return found
-
-
-def _slice(part: range) -> slice:
-    return slice(part.start, part.stop, part.step)

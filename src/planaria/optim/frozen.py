@@ -10,7 +10,7 @@ second moment rebuilt from one sparse buffer; the rest is our reading of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from planaria.optim.adams import second_moment, update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over
 from planaria.optim.collectives import checksum, mean_rows
 from planaria.optim.layout import Layout, pieces
-from planaria.optim.masks import Coming, Mask
+from planaria.optim.masks import Coming, Mask, Score
 from planaria.optim.options import ScapeOptions
 
 
@@ -50,6 +50,10 @@ def segments(layout: Layout, options: ScapeOptions) -> list[tuple[int, int, int]
     ]
 
 
+# Chosen weights that are moved at a time, so that what is made on the way stays inside the cache.
+BLOCK = 1 << 16
+
+
 class Frozen:
     """State and steps of the families "frozen" and "moved".
 
@@ -75,7 +79,8 @@ class Frozen:
         self.count = sum(count for _, _, count in self.segments)
         self.wide = layout.sparse_width if options.sparse else 0
         self.a_NV = torch.zeros(owners, self.wide, dtype=like.dtype, device=like.device)
-        self.since = torch.zeros(self.wide, dtype=torch.int32, device=like.device)
+        # A step's number, exact below 2^24 also in float32, which the scores are made in.
+        self.since = torch.zeros(self.wide, dtype=like.dtype, device=like.device)
         # Where weights are rounded too, a sum of rounded movements would drift from its master.
         self.coded = options.sparse and options.wire != "float32" and self.master is None
         self.left = torch.zeros(self.wide if self.coded else 0, dtype=like.dtype)
@@ -217,7 +222,7 @@ class Frozen:
         mask = self.mask()
         addresses = mask.addresses(self.wide)
         flat = self.a_NV.view(-1)
-        values_NK = flat[addresses].view(mask.columns.shape)
+        values_NK = flat.index_select(0, addresses).view(mask.columns.shape)
         sent_NB = wire.encode(values_NK, self.options.wire)
         received_NB = torch.empty_like(sent_NB)
         self.workers.exchange(received_NB, sent_NB).wait()
@@ -232,7 +237,8 @@ class Frozen:
         own_K = mask.columns[self.workers.rank]
         if self.options.decay == "all" and self.options.unsent == "frozen":
             self._decay_everywhere()
-        new_K = self._move(own_K, self._weights_at(mask), z_K, step)
+        new_K = self._weights_at(mask)
+        self._move(own_K, new_K, z_K, step)
         if self.master is not None:
             self.master[own_K] = new_K
         self.since.index_fill_(0, own_K, step + 1)
@@ -244,7 +250,7 @@ class Frozen:
         held_K = self.m.new_zeros(own_K.numel())
         for place in mask.places(self.workers.rank, self.layout):
             weight = self.buckets.weight(place.slot.index).view(-1)
-            held_K[place.low : place.high] = weight[place.elements]
+            held_K[place.low : place.high] = weight.index_select(0, place.elements)
         if self.master is None:
             return held_K
         found_K = self.master[own_K]
@@ -260,17 +266,18 @@ class Frozen:
         edges = zip([0, *found[:-1]], found, strict=True)
         return [(b, begin, end) for b, (begin, end) in enumerate(edges)]
 
-    def _move(self, own_K: Tensor, w_K: Tensor, z_K: Tensor, step: int) -> Tensor:
-        """New weights of the chosen columns of this owner; also writes their moments."""
-        m_K = self.m[own_K]
-        tau_K = step - self.since[own_K]
-        moved: list[tuple[Tensor, Tensor]] = []
-        for b, begin, end in self._bounds(own_K):
+    def _move(self, own_K: Tensor, w_K: Tensor, z_K: Tensor, step: int) -> None:
+        """Moves the chosen weights ``w`` of this owner in place, and their moments."""
+        tau_K = torch.rsub(self.since.index_select(0, own_K), step)
+        oldest = int(tau_K.max())
+        for b, first, last in self._bounds(own_K):
             group = self.groups[self.layout.buckets[b].group]
-            part = slice(begin, end)
-            moved.append(move(w_K[part], m_K[part], z_K[part], tau_K[part], group, self.options))
-        self.m.index_copy_(0, own_K, torch.cat([m for _, m in moved]))
-        return torch.cat([w for w, _ in moved])
+            for begin in range(first, last, BLOCK):
+                part = slice(begin, min(begin + BLOCK, last))
+                columns, tau = own_K[part], tau_K[part]
+                m = faded(self.m, columns, tau, group["betas"][0], oldest)
+                move(w_K[part], m, z_K[part], tau, group, self.options)
+                self.m.index_copy_(0, columns, m)
 
     def _moved(self, grads_V: Tensor) -> Tensor:
         """This owner's sparse weights after a step by its own moment and its own gradient."""
@@ -386,19 +393,14 @@ class Frozen:
     def _decode(self, sent_NB: Tensor, count: int) -> Tensor:
         return wire.decode(sent_NB, count, self.options.wire, dtype=self.m.dtype)
 
-    def _score(self, step: int, row_V: Tensor | None) -> Callable[[slice], Tensor]:
-        """What the mask of a step takes the largest of, by columns."""
+    def _score(self, step: int, row_V: Tensor | None) -> Score:
+        """What the mask of a step takes the largest of."""
         if row_V is not None:
-            return lambda columns: row_V[columns].abs()
+            return Score(row_V)
         own_V = self.a_NV[self.workers.rank]
-        if self.options.statistic != "aged":
-            return lambda columns: own_V[columns].abs()
-
-        def aged(columns: slice) -> Tensor:
-            age = torch.rsub(self.since[columns], step + 1).to(own_V.dtype).sqrt_()
-            return age.mul_(own_V[columns].abs())
-
-        return aged
+        return (
+            Score(own_V, self.since, step + 1) if self.options.statistic == "aged" else Score(own_V)
+        )
 
     def _cycle(self, step: int) -> Tensor:
         return torch.cat(
@@ -473,27 +475,48 @@ def move(
     tau_K: Tensor,
     group: dict[str, Any],
     options: ScapeOptions,
-) -> tuple[Tensor, Tensor]:
-    """New weights and moments of chosen columns from the mean ``z`` of what was sent for them."""
+) -> None:
+    """Moves weights and moments of chosen columns, in place, by the mean ``z`` of what was sent.
+
+    ``m``: moments, faded since; ``tau``: steps since a column was last sent, of the weights' dtype.
+    """
     (beta1, beta2), rate = group["betas"], float(group["lr"])
-    skipped = tau_K.to(w_K.dtype)
-    past = m_K * torch.pow(beta1, skipped)
+    # After many skipped steps the past has faded and all of z would count as this step's gradient,
+    # ten times its size; the limit is where nu equals z^2 without a past.
+    old_K = tau_K >= options.clamp_after
     if options.buffer == "feedback":
-        g, m = z_K, torch.lerp(past, z_K, 1 - beta1)
+        g = z_K
     elif options.after_send == "clear":
-        g, m = z_K / (1 - beta1), past * beta1 + z_K
+        # The limit is reached by all of these or by none, since g is a multiple of z.
+        limit = max(1 - beta1, math.sqrt(1 - beta2))
+        g = z_K / torch.where(old_K, limit, 1 - beta1).to(z_K.dtype)
     else:
-        g, m = (z_K - past * beta1) / (1 - beta1), z_K
-    if options.buffer == "momentum":
-        # After many skipped steps the past has faded and all of z would count as this step's
-        # gradient, ten times its size; the limit is where nu equals z^2 without a past.
-        limit = z_K.abs() / math.sqrt(1 - beta2)
-        g = torch.where(tau_K >= options.clamp_after, g.clamp(-limit, limit), g)
-    denominator = second_moment(past, g, beta2=beta2).sqrt_().add_(group["eps"])
-    scale = (skipped + 1).pow(options.step_scale).clamp(max=options.scale_cap)
+        g = (z_K - m_K * beta1).div_(1 - beta1)
+        limit_K = z_K.abs().div_(math.sqrt(1 - beta2))
+        g = torch.where(old_K, torch.minimum(torch.maximum(g, -limit_K), limit_K), g)
+    denominator = second_moment(m_K, g, beta2=beta2).sqrt_().add_(group["eps"])
+    if options.buffer == "feedback":
+        m_K.lerp_(z_K, 1 - beta1)
+    elif options.after_send == "clear":
+        m_K.mul_(beta1).add_(z_K)
+    else:
+        m_K.copy_(z_K)
     decay = 1 - rate * group["weight_decay"]
     if options.decay == "moved" or options.unsent == "moved":
-        w_K = w_K * decay
+        w_K.mul_(decay)
     elif options.decay == "lazy":
-        w_K = w_K * torch.pow(decay, skipped + 1)
-    return w_K.addcdiv(m * scale, denominator, value=-rate), m.clone()
+        w_K.mul_(torch.pow(decay, tau_K + 1))
+    scale = tau_K + 1
+    if options.step_scale != 1:
+        scale.pow_(options.step_scale)
+    w_K.addcdiv_(scale.clamp_(max=options.scale_cap).mul_(m_K), denominator, value=-rate)
+
+
+def faded(m_W: Tensor, own_K: Tensor, tau_K: Tensor, beta1: float, oldest: int) -> Tensor:
+    """Moments of chosen columns, ``beta1`` to the power of ``tau`` times; ``tau`` is at most oldest."""
+    held_K = m_W.index_select(0, own_K)
+    if oldest >= max(tau_K.numel(), 1 << 10):
+        return held_K.mul_(torch.pow(beta1, tau_K))
+    # The powers of whole numbers, from a table: a power takes ten times as long as a look.
+    table = torch.pow(beta1, torch.arange(oldest + 1, dtype=tau_K.dtype, device=tau_K.device))
+    return held_K.mul_(table.index_select(0, tau_K.to(torch.int32)))

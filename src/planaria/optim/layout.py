@@ -174,21 +174,6 @@ def parts(flat: Tensor, rows: Tensor, slot: Slot) -> list[tuple[Tensor, Tensor]]
     ]
 
 
-def some(
-    flat: Tensor, rows: Tensor, slot: Slot, columns: slice, at: int
-) -> list[tuple[Tensor, Tensor]]:
-    """As :func:`pieces`, of some of a slot's columns, which lie in ``rows`` [N, K] from ``at`` on."""
-    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
-    found: list[tuple[Tensor, Tensor]] = []
-    if full:
-        held = flat[: full * slot.length].view(full, slot.length)[:, columns]
-        found.append((held, rows[:full, at : at + held.shape[1]]))
-    if rest:
-        held = flat[full * slot.length :][columns]
-        found.append((held, rows[full, at : at + held.numel()]))
-    return found
-
-
 def pack(flat: Tensor | None, rows: Tensor, slot: Slot) -> None:
     """Writes a flat tensor [numel] into its columns of ``rows`` [N, S]; zeros for ``None``."""
     block = rows[:, slot.offset : slot.offset + slot.length]
@@ -209,15 +194,69 @@ def unpack(rows: Tensor, flat: Tensor, slot: Slot) -> None:
         whole.copy_(place)
 
 
-def within(slot: Slot, part: range) -> slice:
-    """Which of a slot's columns a part of its bucket's columns holds, counted from the slot's first.
+@dataclass(frozen=True)
+class Comb:
+    """Runs of neighbouring columns at equal distances: a part of a bucket."""
 
-    ``part`` ascends.
-    """
-    begin = part.start - slot.offset
-    if begin < 0:
-        begin = begin % part.step if part.step > 1 else 0
-    return slice(begin, max(begin, min(slot.length, part.stop - slot.offset)), part.step)
+    begin: int
+    """First column of the first run."""
+    end: int
+    """Column before which the last run ends."""
+    run: int
+    """Columns of a run."""
+    step: int
+    """Columns from the beginning of one run to that of the next."""
+
+    def spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """What of it lies in the columns ``first`` to ``last``, as (start, runs, columns of a run).
+
+        Starts are counted from ``first``. At most three: a run that begins before, whole runs, and
+        one that ends behind.
+        """
+        last = min(last, self.end)
+        start = self.begin + max(0, (first - self.begin - self.run) // self.step + 1) * self.step
+        found: list[tuple[int, int, int]] = []
+        if start < first:
+            found.append((0, 1, min(start + self.run, last) - first))
+            start += self.step
+        whole = max(0, (last - self.run - start) // self.step + 1)
+        if whole:
+            found.append((start - first, whole, self.run))
+            start += whole * self.step
+        found.append((start - first, 1, last - start))
+        return [span for span in found if span[2] > 0]
+
+    def count(self, first: int, last: int) -> int:
+        """Columns of it among the columns ``first`` to ``last``."""
+        return sum(runs * length for _, runs, length in self.spans(first, last))
+
+    def pairs(self, held: Tensor, packed: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views of one shape: of its columns in ``held``, and of these in ``packed``.
+
+        ``held`` [..., L] are the columns from ``first`` on, ``packed`` [..., at least K] only those
+        of the comb.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        at = 0
+        for start, runs, length in self.spans(first, first + held.shape[-1]):
+            step = self.step if runs > 1 else length
+            wide = held.narrow(-1, start, (runs - 1) * step + length).unfold(-1, length, step)
+            narrow = packed.narrow(-1, at, runs * length).unflatten(-1, (runs, length))
+            found.append((wide, narrow))
+            at += runs * length
+        return found
+
+    def take(self, held: Tensor) -> Tensor:
+        """A copy of its columns of a whole bucket [..., S], one after another [..., K]."""
+        packed = held.new_empty((*held.shape[:-1], self.count(0, held.shape[-1])))
+        for wide, narrow in self.pairs(held, packed, 0):
+            narrow.copy_(wide)
+        return packed
+
+    def put(self, held: Tensor, packed: Tensor) -> None:
+        """Writes what :meth:`take` gives."""
+        for wide, narrow in self.pairs(held, packed, 0):
+            wide.copy_(narrow)
 
 
 def local_shape(slot: Slot, owner: int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class Job:
     """Bytes of a gradient on the wire."""
     weight_bytes: int = 4
     """Bytes of a weight on the wire: 4 for float32, 2 for bfloat16."""
-    wire: str = "bfloat16"
+    wire: str = "int8"
     """How movements and moments travel in sparse steps."""
     average_moments: bool = True
     """Whether the local family sends moments, too."""

@@ -38,6 +38,7 @@ from planaria.errors import CheckpointError, CommError
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
 from planaria.runtime.memory.optstate import OptimizerPart, Portable
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.placements import local
 from planaria.runtime.memory.restoring import leave_iteration
 
 _PORTABLE = "portable"
@@ -241,10 +242,10 @@ def _kinds(steppers: list[OptimizerPart]) -> tuple[list[Optimizer], dict[str, Po
 def _put_means(model_state: dict[str, Any], optimizer: Portable) -> None:
     """Replace weights that differ from peer to peer by what is to be saved of them; not in place,
     since the model may just be copied."""
-    means = {parameter.data_ptr(): mean for parameter, mean in optimizer.mean_weights()}
+    means = {local(parameter).data_ptr(): mean for parameter, mean in optimizer.mean_weights()}
     for key, value in model_state.items():
-        if isinstance(value, torch.Tensor) and value.data_ptr() in means:
-            model_state[key] = means[value.data_ptr()]
+        if isinstance(value, torch.Tensor) and local(value).data_ptr() in means:
+            model_state[key] = means[local(value).data_ptr()]
 
 
 def _alone(parts: Parts) -> dict[tuple[str, str], torch.Tensor]:

@@ -40,7 +40,7 @@ def _worker(pipe: Connection) -> None:
     while True:
         try:
             function, rank, world, path, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         dist.init_process_group(
             "gloo",
@@ -80,7 +80,7 @@ class Pool:
                         )
                     try:
                         found.append(pickle.loads(end.recv_bytes()))
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         raise AssertionError(f"worker {rank} of {world} died") from None
             except BaseException:
                 self.close()

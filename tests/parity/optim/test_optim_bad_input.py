@@ -42,6 +42,7 @@ def layer() -> list[nn.Parameter]:
         ({"lr": -0.1}, "lr is -0.1; give a number at least 0"),
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; choose one of raise, skip"),
         ({"refresh": 0}, "refresh is 0; give a number at least 1"),
+        ({"cycle_run": 0}, "cycle_run is 0; give a number at least 1"),
         ({"outer_momentum": 1.0}, "outer_momentum is 1; give a number in [0, 1)"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0; give a number at least 1"),
         ({"max_norm": -1.0}, "max_norm is -1; give a number at least 0"),
@@ -59,6 +60,8 @@ def test_a_share_of_dense_steps_is_counted_from_the_run_length(
     assert Scape(layer(), dense_steps=0.1, total_steps=250).options.dense_steps == 25
     assert Scape(layer(), dense_steps=30, total_steps=250).options.dense_steps == 30
     assert ScapeOptions(density=0.03).period == 33
+    assert [ScapeOptions(density=d).run for d in (0.01, 0.05)] == [1, 16]
+    assert ScapeOptions(density=0.01, cycle_run=4).run == 4
     assert caplog.messages == []
     # As the quickest example has it, without the length of the run.
     assert Scape(layer(), lr=1e-3, density=0.01, dense_steps=0.1).options.dense_steps == 1000

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from planaria.errors import PlanariaError
-from planaria.optim import AdamS, Scape, Sharded
+from planaria.optim import AdamS, Scape, Sharded, sharded
 
 
 class Net(nn.Module):
@@ -89,6 +89,13 @@ def dense_worker(rank: int, world: int) -> dict[str, Any]:
         model = cut(mesh["shard"])
         found[name] = equal(train(model, make(model.parameters()), rank, range(6)), expected)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "LARGE", 1)
+        model = cut(mesh["shard"])
+        optimizer: Any = Sharded(AdamS, model.parameters(), **between)
+        assert any(unit.in_place for unit in optimizer.units)
+        found["in place"] = equal(train(model, optimizer, rank, range(6)), expected)
+
     clipped = cut(mesh)
     plain = AdamS(clipped.parameters(), lr=1e-2)
     model = cut(mesh["shard"])
@@ -110,7 +117,7 @@ def dense_worker(rank: int, world: int) -> dict[str, Any]:
 def test_density_one_equals_fsdp2s_own_hybrid_sharding_bit_for_bit() -> None:
     # Sums of two and divisions by two are exact in any order, so there is no tolerance.
     for found in good(run(dense_worker, 4)):
-        assert found == {"frozen": True, "local": True, "sharded": True}
+        assert found == {"frozen": True, "local": True, "sharded": True, "in place": True}
 
 
 def sparse_worker(rank: int, world: int, unsent: str) -> Any:

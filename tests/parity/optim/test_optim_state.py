@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from planaria.optim import AdamS, Scape, Sharded
@@ -429,3 +430,21 @@ def vectors_worker(rank: int, world: int) -> Any:
 
 def test_a_model_of_vectors_only_is_sent_whole() -> None:
     assert good(run(vectors_worker, 2)) == [True, True]
+
+
+def as_documented(rank: int, world: int) -> Any:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    model = Model()
+    optimizer = Scape(model.parameters(), lr=1e-2, group=mesh["dp"], density=0.01, dense_steps=0.1)
+    train_model(model, optimizer, world, range(3))
+    groups = {group for _, group in optimizer.replica_groups()}
+    return [p.detach() for p in model.parameters()], groups == {mesh["dp"].get_group()}
+
+
+def test_the_line_that_the_documentation_begins_with() -> None:
+    """Without the length of the run; every trained parameter is held by all of the axis."""
+    found = good(run(as_documented, 2))
+    for weights, held in found:
+        assert held
+        assert all(torch.equal(x, y) for x, y in zip(weights, found[0][0], strict=True))
+        assert not torch.equal(weights[0], Model().a)

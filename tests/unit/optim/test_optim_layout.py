@@ -16,7 +16,8 @@ from planaria.errors import ConfigError
 from planaria.optim import masks, param_groups
 from planaria.optim.collectives import checksum
 from planaria.optim.commands import PlanComm
-from planaria.optim.layout import build, local_shape, pack, parts, some, unpack, within
+from planaria.optim.layout import Comb, build, local_shape, pack, parts, unpack
+from planaria.optim.options import ScapeOptions
 from planaria.optim.plan_comm import CHUNK, Job, Link, advice, mask_bytes, plan, seconds, volume
 
 SHAPES = st.lists(
@@ -58,6 +59,8 @@ def test_every_weight_has_one_owner_and_comes_back(
                 place = rows[owner, slot.offset : slot.offset + slot.length]
                 assert torch.equal(place[: end - begin], own.reshape(-1))
                 assert not place[end - begin :].any()
+            for own, place in parts(whole.reshape(-1), rows, slot):
+                assert torch.equal(own, place)
             pack(None, rows, slot)
             assert not rows[:, slot.offset : slot.offset + slot.length].any()
 
@@ -90,7 +93,7 @@ def test_masks_are_exact_deterministic_and_survive_their_codes(
 @given(
     width=st.integers(70_000, 90_000),
     share=st.sampled_from([0.0001, 0.01, 0.1, 0.24, 0.5]),
-    kind=st.sampled_from(["normal", "ties", "zeros", "ramp", "late"]),
+    kind=st.sampled_from(["normal", "ties", "zeros", "ramp", "late", "tiny", "huge"]),
     begin=st.integers(0, 5000),
 )
 def test_a_choice_by_blocks_is_the_choice_of_all(
@@ -107,45 +110,46 @@ def test_a_choice_by_blocks_is_the_choice_of_all(
     elif kind == "late":
         # Every column that the sample sees has a high score, so that the guess is too high.
         score[begin :: masks.STRIDE] += 10
+    elif kind == "tiny":
+        score *= 1e-25
+    elif kind == "huge":
+        score *= 1e25
     count = max(1, round(share * (width - begin)))
-    chosen = masks.largest_by(lambda columns: score[columns].clone(), begin, width, count)
-    assert torch.equal(chosen, begin + masks.largest(score[begin:], count))
+    score *= torch.rand(width, generator=generator).sub(0.5).sign()
+    chosen = masks.largest_by(masks.Score(score), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(score[begin:].abs(), count))
+    since = torch.randint(0, 30, (width,), generator=generator).to(torch.float32)
+    aged = score.square() * (31 - since)
+    chosen = masks.largest_by(masks.Score(score, since, 31), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(aged[begin:], count))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    shapes=SHAPES,
-    world=st.integers(1, 5),
-    period=st.integers(1, 9),
-    phase=st.integers(0, 8),
-    scattered=st.booleans(),
+    begin=st.integers(0, 40),
+    end=st.integers(0, 60),
+    run=st.integers(1, 9),
+    gap=st.integers(0, 9),
+    first=st.integers(0, 50),
+    length=st.integers(0, 40),
 )
-def test_some_columns_of_a_bucket_are_those_of_its_buffer(
-    shapes: list[tuple[int, ...]], world: int, period: int, phase: int, scattered: bool
+def test_a_comb_finds_its_columns(
+    begin: int, end: int, run: int, gap: int, first: int, length: int
 ) -> None:
-    params = [torch.randn(shape) for shape in shapes]
-    triples = [(i, 0, p) for i, p in enumerate(params)]
-    layout = build(triples, world=world, bucket_bytes=1 << 20, dense=lambda *_: False)
-    (bucket,) = layout.buckets
-    rows = torch.zeros(world, bucket.width)
-    for slot in bucket.slots:
-        pack(params[slot.index].reshape(-1), rows, slot)
-    if scattered:
-        part = range(min(phase, bucket.width), bucket.width, period)
-    else:
-        phase %= period
-        part = range(bucket.width * phase // period, bucket.width * (phase + 1) // period)
-    expected = rows[:, part.start : part.stop : part.step]
-    found, at = torch.zeros_like(expected), 0
-    for slot in bucket.slots:
-        columns = within(slot, part)
-        for held, place in some(params[slot.index].reshape(-1), found, slot, columns, at):
-            place.copy_(held)
-        at += len(range(*columns.indices(slot.length)))
-        for own, place in parts(params[slot.index].reshape(-1), rows, slot):
-            assert torch.equal(own, place)
-    assert at == len(part)
-    assert torch.equal(found, expected)
+    comb = Comb(begin, end, run, run + gap)
+    tooth = [c >= begin and c < end and (c - begin) % (run + gap) < run for c in range(120)]
+    expected = [c for c in range(first, first + length) if tooth[c]]
+    assert comb.count(first, first + length) == len(expected)
+    held = torch.arange(first, first + length).repeat(2, 1)
+    packed = torch.full((2, len(expected) + 1), -1)
+    for wide, narrow in comb.pairs(held, packed, first):
+        narrow.copy_(wide)
+    assert packed.tolist() == [[*expected, -1]] * 2
+    whole = torch.arange(60)
+    taken = comb.take(whole)
+    assert taken.tolist() == [c for c in range(60) if tooth[c]]
+    comb.put(whole, -taken)
+    assert whole.tolist() == [-c if tooth[c] else c for c in range(60)]
 
 
 def test_the_shorter_code_is_taken() -> None:
@@ -192,7 +196,7 @@ def test_param_groups_tell_embeddings_and_vectors() -> None:
 
 
 def test_volumes_by_hand() -> None:
-    job = Job(params=1_000_000, workers=4, dense_params=0)
+    job = Job(params=1_000_000, workers=4, dense_params=0, wire="float32")
     dense = volume(job, "dense", 1.0)
     assert (dense.exchange, dense.gather, dense.mask) == (3e6, 3e6, 0)
     frozen = volume(job, "frozen", 0.01)
@@ -200,9 +204,15 @@ def test_volumes_by_hand() -> None:
     # 250,000 columns: 62 chunks of two bytes and 1,250 pairs of three, to three others.
     assert frozen.mask == 3 * (2 * 62 + 3 * 1250)
     assert dense.total / frozen.total > 60
+    coded = Job(params=1_000_000, workers=4, wire="int8")
+    # A byte for each value, and four for each 256 of them.
+    assert volume(coded, "frozen", 0.01).exchange == 7.5e3 + 4 * 7.5e3 / 256
+    assert volume(coded, "moved", 0.01).gather == 7.5e5 + 4 * 7.5e5 / 256
+    assert Job.wire == ScapeOptions.wire
+    assert Job.average_moments == ScapeOptions.average_moments
     assert dense.total / volume(job, "frozen", 0.1).total > 8
-    assert dense.total / volume(job, "local", 0.1).total > 8
-    assert dense.total / volume(job, "local", 0.01).total > 60
+    assert dense.total / volume(coded, "local", 0.1).total > 8
+    assert dense.total / volume(coded, "local", 0.01).total > 60
 
 
 def test_a_slow_link_pays_and_a_fast_one_does_not() -> None:
