@@ -212,9 +212,11 @@ class Scape(OwnedOptimizer):
     def _sparse_step(self, step: int) -> bool:
         layout = self.buckets.layout
         self.family.prepare()
-        for b in range(layout.sparse, len(layout.buckets)):
-            self.buckets.fill(b)
+        # Beside the agreement; clipped afterwards.
+        works = [self.buckets.begin(b) for b in range(layout.sparse, len(layout.buckets))]
         agreed = self.agree(self.buckets.grads(), digest=self._digest(step, sparse=True))
+        for work in works:
+            work.wait()
         self._compare(agreed, step)
         agreed.square /= self.workers.size
         if not self.accept(agreed):
