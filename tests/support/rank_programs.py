@@ -75,6 +75,15 @@ class Program:
                 self.domain.supersede(newest, "a peer was lost")
             time.sleep(0.01)
 
+    def group_after(self, seconds: float) -> float:
+        """Comes to a new group ``seconds`` late; the sum of ones over it."""
+        self.domain.rebuild_timeout = 1.5
+        time.sleep(seconds)
+        group = dist.new_group()
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group)
+        return ones.item()
+
     def _build(self) -> None:
         torch.manual_seed(0)
         layers = [

@@ -89,6 +89,17 @@ class RebuildableGroup(dist.ProcessGroup):
             connect=self._domain.rebuild_timeout / 3,
         )
 
+    def meet(self) -> None:
+        """Wait until every member is here, as long as a collective may take.
+
+        For a group that is made beside training, in a script's ``build``: members come to it seconds
+        apart, and the constructor's own time-out is short, for the sake of rebuilds.
+        """
+        domain = self._domain
+        domain.kv.put(domain.epoch, f"here/{self._name}/{self._my_rank}", b"")
+        keys = [f"here/{self._name}/{rank}" for rank in range(self._my_size)]
+        domain.kv.get_many(domain.epoch, keys, domain.timeout)
+
     def drop(self) -> None:
         """Let the inside go. Training thread only, and after its sockets have been shut."""
         if self._has_lost:
@@ -427,10 +438,11 @@ def register(domain: Domain) -> None:
         domain.handles[name] = handle
         if domain.mode is Mode.LIVE:
             try:
+                handle.meet()
                 handle.fill()
             except EpochSuperseded:
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, CommError) as error:
                 domain.fail(domain.epoch, first_line(error))
                 raise CommError(f"group {name} could not be made: {first_line(error)}") from error
         return handle

@@ -25,6 +25,7 @@ from planaria.runtime.control.member import Whereabouts
 from planaria.runtime.inject import Injector
 from planaria.runtime.launch.worker import WorkerContext
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.rng import Rng
 from planaria.runtime.messages import (
     AllCommitted,
     Assign,
@@ -88,6 +89,7 @@ class Engine:
         self._broke_at = 0.0
         self._saved_at = -1
         self._versions: tuple[int, ...] = ()
+        self._mark = 0
         self.parts: Parts
         self.protection: Protection
         self.durable: durable.DurableCheckpoints
@@ -315,8 +317,9 @@ class Engine:
     def before_change(self) -> None:
         """A boundary after which the script may change what is being copied."""
         if self.started:
-            self.domain_check()
+            # Also where a peer is lost: a body that is entered nevertheless may change things.
             self.waited += self.protection.wait_copied()
+            self.domain_check()
 
     def _before_optimizer(self) -> None:
         if not self.started:
@@ -370,7 +373,7 @@ class Engine:
         self._versions = self.parts.versions()
         if self.protects(step):
             self.waited += self.protection.capture(step, epoch=self.domain.epoch)
-        self._versions = self.parts.versions()
+        self._stand()
         self.member.send(
             Progress(
                 epoch=self.domain.epoch,
@@ -451,8 +454,17 @@ class Engine:
         if generation not in self.protection.captured():
             self.protection.capture(generation, epoch=plan.epoch)
             self.protection.wait_copied()
-        self._versions = self.parts.versions()
+        self._stand()
         self.protection.direct(plan)
+
+    def _stand(self) -> None:
+        self._versions = self.parts.versions()
+        self._mark = Rng().mark()
+
+    @property
+    def drew(self) -> bool:
+        """Whether a global generator was used since the state was captured."""
+        return Rng().mark() != self._mark
 
     def close(self) -> None:
         self.durable.wait()
