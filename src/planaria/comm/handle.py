@@ -178,16 +178,20 @@ class RebuildableGroup(dist.ProcessGroup):
         ``arrived`` brings what has come into ``outputs``, where the inner operation does not.
         """
         domain = self._domain
+        # First the inside, then the epoch: a rebuild changes them in the other order, so that a
+        # thread of an older epoch can never have the new inside and pass.
+        inner = self.inner
+        domain.still_member()
         if domain.mode is not Mode.LIVE:
             return self._alone(outputs, alone)
-        if self.inner is None:
+        if inner is None:
             raise UserError(
                 f"process group {self._name} was destroyed, and {self._description} still uses it: "
                 "let go of the model or code that holds it, or do not destroy the group"
             )
         epoch = domain.epoch
         try:
-            work = launch(self.inner)
+            work = launch(inner)
         except (RuntimeError, CommError) as error:
             if domain.mode is Mode.LIVE and not _is_communicator_error(error):
                 raise
@@ -209,6 +213,7 @@ class RebuildableGroup(dist.ProcessGroup):
 
     def _alone(self, outputs: list[torch.Tensor], alone: Callable[[], None]) -> HandleWork:
         domain = self._domain
+        domain.still_member()
         if domain.mode is Mode.BROKEN and not domain.may_complete():
             domain.check()
         if domain.mode is Mode.SOLO and self._my_size > 1 and domain.receives_objects():

@@ -263,7 +263,9 @@ class Engine:
                 "count samples; rename it"
             )
         self.parts = Parts({**made, SAMPLES: self.tally}, shard=self.shard, world=self.world)
-        self.durable = durable.DurableCheckpoints(self._out, self.parts, group=saving)
+        self.durable = durable.DurableCheckpoints(
+            self._out, self.parts, group=saving, member=self.domain.member
+        )
         self.protection = Protection(
             self.parts,
             shard=self.shard,
@@ -356,7 +358,7 @@ class Engine:
         if (due or asked) and self.generation > self._saved_at:
             self.save()
         if wanted is not None and asked and wanted.then_stop:
-            self.durable.wait()
+            self.settle()
             if self.seat.wait_end(self.domain.epoch) is None:
                 raise EpochSuperseded("a worker was lost while the last checkpoint was published")
             self.seat.check()
@@ -410,7 +412,7 @@ class Engine:
             )
 
         self.member.send(Progress(epoch=epoch, step=self.attempting, phase="checkpoint"))
-        self.durable.save(generation, told, epoch=epoch)
+        self.durable.save(generation, told, epoch=epoch, check=self.domain_check)
         self.member.send(Progress(epoch=epoch, step=self.attempting, phase="step"))
 
     # ------------------------------------------------------------------ recovery
@@ -466,8 +468,12 @@ class Engine:
         """Whether a global generator was used since the state was captured."""
         return Rng().mark() != self._mark
 
+    def settle(self) -> None:
+        """Wait until what this epoch writes to the disk is there; a boundary."""
+        self.durable.wait(self.domain.epoch, check=self.domain_check)
+
     def close(self) -> None:
-        self.durable.wait()
+        self.durable.wait(self.domain.epoch)
         self.protection.close()
         self.domain.close()
 

@@ -286,7 +286,7 @@ class Run:
                     value = duty()
                 engine.domain_check()
                 engine.tell()
-                engine.durable.wait()
+                engine.settle()
                 if self._finish():
                     self._ended = True
                     return value
