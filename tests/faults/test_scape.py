@@ -34,6 +34,12 @@ MIXED = (
     "kill:worker=1,step=2,phase=capture",
     "stop:worker=3,step=5,phase=collective",
     "kill:worker=0,step=9,phase=replicate",
+    "kill:worker=2,step=12,phase=commit",
+)
+STOPS = (
+    "stop:worker=0,step=3,phase=optimizer",
+    "stop:worker=3,step=6,phase=backward",
+    "stop:worker=1,step=9,phase=capture",
     "stop:worker=2,step=12,phase=commit",
 )
 
@@ -51,7 +57,7 @@ def sparse(kind: Kind, **more: Any) -> SparseJob:
         (sparse("frozen", half=True), MIXED),
         (sparse("local"), KILLS),
         (sparse("local"), MIXED),
-        (sparse("frozen", seat=True), KILLS),
+        (sparse("frozen", seat=True), STOPS),
     ],
     ids=[
         "sharded",

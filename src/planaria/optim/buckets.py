@@ -128,9 +128,13 @@ class Buckets:
         held = local(grad)
         return held.data_ptr(), held._version
 
-    def _send(self, b: int) -> None:
+    def begin(self, b: int) -> Pending:
+        """Sends the gradients of a bucket to their owners."""
         self.fill(b)
-        self._works.append(self.workers.exchange(self.received[b], self.sent[b]))
+        return self.workers.exchange(self.received[b], self.sent[b])
+
+    def _send(self, b: int) -> None:
+        self._works.append(self.begin(b))
 
     def _send_rest(self) -> None:
         for b in range(len(self._works), len(self.layout.buckets)):
@@ -183,9 +187,10 @@ class Buckets:
         begin, end = slot.part(self.workers.rank)
         return self.weight(slot.index).reshape(-1)[begin:end]
 
-    def mean(self, b: int) -> Tensor:
-        """Mean of the received rows of one bucket [S], in place in its first row."""
-        return mean_rows(self.received[b])
+    def mean(self, b: int, factor: float | None) -> Tensor:
+        """Mean of the received rows of one bucket [S], ``factor`` times, in place in its first row."""
+        mean = mean_rows(self.received[b])
+        return mean if factor is None else mean.mul_(factor)
 
     def refresh(self, b: int, master: Tensor) -> None:
         """Copies this owner's weights of a bucket into its master [S]; see :func:`take_over`."""

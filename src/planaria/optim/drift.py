@@ -26,7 +26,7 @@ from torch import Tensor
 from planaria.optim import wire
 from planaria.optim.adams import update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over, write
-from planaria.optim.collectives import checksum, mean_rows
+from planaria.optim.collectives import Pending, checksum, mean_rows
 from planaria.optim.frozen import adams_options
 from planaria.optim.layout import Comb, Slot, pack, parts, pieces
 from planaria.optim.options import ScapeOptions
@@ -83,13 +83,15 @@ class Drift:
 
     def pull(self) -> None:
         """Takes over weights that were changed outside of the optimizer."""
-        if self.master is None:
-            return
-        for bucket, rows in zip(self.layout.buckets, self.whole(self.master), strict=True):
-            for slot in bucket.slots:
-                flat = self.buckets.weight(slot.index).reshape(-1)
-                for held, master in pieces(flat, rows, slot):
-                    take_over(master, held)
+        if self.master is not None:
+            for b, rows in enumerate(self.whole(self.master)):
+                self._pull(b, rows)
+
+    def _pull(self, b: int, rows: Tensor) -> None:
+        for slot in self.layout.buckets[b].slots:
+            flat = self.buckets.weight(slot.index).reshape(-1)
+            for held, master in pieces(flat, rows, slot):
+                take_over(master, held)
 
     def _set_anchor(self) -> None:
         if self.master is not None:
@@ -105,24 +107,23 @@ class Drift:
         """One step of dense AdamS, done by every worker for all weights from the mean gradients."""
         del step, factor, before_sparse
         every = range(len(self.layout.buckets))
-        self._all_gradients(every, grads)
+        for work in self._gather(every, grads):
+            work.wait()
         self._move(own=(), mean=every, factor=None)
 
-    def _all_gradients(self, which: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Gathers the mean gradients of these buckets into ``buckets.sent``."""
-        works = [
+    def _gather(self, which: Sequence[int], grads: Sequence[Tensor]) -> list[Pending]:
+        """Begins to gather the mean gradients of these buckets into ``buckets.sent``."""
+        return [
             self.workers.gather(self.buckets.sent[b], grad)
             for b, grad in zip(which, grads, strict=True)
         ]
-        for work in works:
-            work.wait()
 
     def _move(self, *, own: Sequence[int], mean: Sequence[int], factor: float | None) -> None:
-        """AdamS on all weights: by the worker's own gradients, clipped by ``factor``, in some buckets,
-        and by the mean ones in ``buckets.sent`` in the others.
+        """AdamS on the weights of some buckets by the worker's own gradients, clipped by ``factor``,
+        and of others by the mean ones in ``buckets.sent``.
         """
         if self.master is not None:
-            self._move_masters(own, factor)
+            self._move_masters(own, mean, factor)
             return
         moments = self.whole(self.m)
         for b in (*own, *mean):
@@ -152,11 +153,12 @@ class Drift:
             grad = self.m.new_zeros(slot.numel)
         return list(grad.split(slot.length)) if slot.length else []
 
-    def _move_masters(self, own: Sequence[int], factor: float | None) -> None:
+    def _move_masters(self, own: Sequence[int], mean: Sequence[int], factor: float | None) -> None:
         assert self.master is not None
-        self.pull()
         masters, moments = self.whole(self.master), self.whole(self.m)
-        for b, bucket in enumerate(self.layout.buckets):
+        for b in (*own, *mean):
+            bucket = self.layout.buckets[b]
+            self._pull(b, masters[b])
             if b in own:
                 self.buckets.fill(b)
                 if factor is not None:
@@ -169,22 +171,19 @@ class Drift:
     def sparse_step(self, step: int, factor: float | None) -> None:
         """One step by the worker's own gradients, clipped by ``factor``, then an averaging.
 
-        Those of the dense buckets lie in ``buckets.sent``, not yet clipped.
+        All workers' gradients of the dense buckets lie in ``buckets.received``, not yet clipped.
         """
-        layout, sent = self.layout, self.buckets.sent
+        layout = self.layout
         if step == self.options.dense_steps:
             # Only now, so that a model may be loaded after the optimizer was built.
             self.pull()
             self._set_anchor()
         dense = range(layout.sparse, len(layout.buckets))
-        for b in dense:
-            if factor is not None:
-                sent[b].mul_(factor)
-        works = [self.workers.exchange(self.buckets.received[b], sent[b]) for b in dense]
+        works = self._gather(dense, [self.buckets.mean(b, factor) for b in dense])
+        self._move(own=range(layout.sparse), mean=(), factor=factor)
         for work in works:
             work.wait()
-        self._all_gradients(dense, [self.buckets.mean(b) for b in dense])
-        self._move(own=range(layout.sparse), mean=dense, factor=factor)
+        self._move(own=(), mean=dense, factor=None)
         self._average((step - self.options.dense_steps) % self.options.period)
 
     def parts(self, phase: int) -> list[Comb]:

@@ -161,14 +161,9 @@ class Frozen:
     def sparse_step(self, step: int, factor: float | None) -> None:
         """One sparse step from this worker's gradients, clipped by ``factor``.
 
-        Those of the dense buckets lie in ``buckets.sent``, not yet clipped.
+        All workers' gradients of the dense buckets lie in ``buckets.received``, not yet clipped.
         """
-        layout, sent = self.layout, self.buckets.sent
-        dense = range(layout.sparse, len(layout.buckets))
-        for b in dense:
-            if factor is not None:
-                sent[b].mul_(factor)
-        works = [self.workers.exchange(self.buckets.received[b], sent[b]) for b in dense]
+        dense = range(self.layout.sparse, len(self.layout.buckets))
         if self.options.unsent == "moved" or self._by_gradient:
             row = self._own_gradients(factor)
         else:
@@ -176,9 +171,7 @@ class Frozen:
         moved = self._moved(row) if self.options.unsent == "moved" and row is not None else None
         self._take_in(factor)
         new_K = self._send_and_move(step) if self.count else None
-        for work in works:
-            work.wait()
-        self._adams(dense, [self.buckets.mean(b) for b in dense])
+        self._adams(dense, [self.buckets.mean(b, factor) for b in dense])
         self._return_weights(dense, new_K, moved)
         if self.count and (step + 1) % self.options.refresh == 0:
             self._choose(step + 1, row if self._by_gradient else None)

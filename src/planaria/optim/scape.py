@@ -37,6 +37,11 @@ from planaria.optim.placement import like
 ASSUMED_STEPS = 10_000
 """Length of a run that ``dense_steps`` is a share of where ``total_steps`` is not given: our choice."""
 
+_ASSUMED = (
+    "dense_steps is %g, a share of the run, and total_steps is not given: the first %d steps are "
+    "dense; give total_steps=, or the count itself"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -109,19 +114,10 @@ class Scape(OwnedOptimizer):
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "dense": False})
-        for own in self.param_groups:
-            checks.number("lr", float(own["lr"]), low=0.0)
-            checks.betas(own["betas"])
-            checks.number("eps", own["eps"], low=0.0)
-            checks.number("weight_decay", own["weight_decay"], low=0.0)
+        self._check_groups()
         self.workers = Workers(group)
         if 0 < dense_steps < 1 and total_steps is None and self.workers.rank == 0:
-            log.warning(
-                "dense_steps is %g, a share of the run, and total_steps is not given: the first %d "
-                "steps are dense; give total_steps=, or the count itself",
-                dense_steps,
-                self.options.dense_steps,
-            )
+            log.warning(_ASSUMED, dense_steps, self.options.dense_steps)
         self._params, chosen = trained(self)
         held = take_seat(self.workers, chosen)
         layout = build(
@@ -146,6 +142,13 @@ class Scape(OwnedOptimizer):
         self._layout = torch.tensor(layout.digest(), dtype=torch.int64)
         self.state["scape"] = self._tensors()  # type: ignore[index]
         self.seal()
+
+    def _check_groups(self) -> None:
+        for own in self.param_groups:
+            checks.number("lr", float(own["lr"]), low=0.0)
+            checks.betas(own["betas"])
+            checks.number("eps", own["eps"], low=0.0)
+            checks.number("weight_decay", own["weight_decay"], low=0.0)
 
     def _check_params(self, held: list[tuple[int, int, Tensor]]) -> None:
         params = [p for _, _, p in held]
@@ -212,9 +215,11 @@ class Scape(OwnedOptimizer):
     def _sparse_step(self, step: int) -> bool:
         layout = self.buckets.layout
         self.family.prepare()
-        for b in range(layout.sparse, len(layout.buckets)):
-            self.buckets.fill(b)
+        # Beside the agreement; clipped afterwards.
+        works = [self.buckets.begin(b) for b in range(layout.sparse, len(layout.buckets))]
         agreed = self.agree(self.buckets.grads(), digest=self._digest(step, sparse=True))
+        for work in works:
+            work.wait()
         self._compare(agreed, step)
         agreed.square /= self.workers.size
         if not self.accept(agreed):
