@@ -251,13 +251,13 @@ def write_overlays(
     page_px: int,
 ) -> None:
     """Writes a heat-map in every form: npz, GeoJSON, CSV, overview and page."""
-    from planaria.pathology.geojson import features, write_geojson, write_heat_csv
+    from planaria.pathology.geojson import stream, write_geojson, write_heat_csv
     from planaria.pathology.viewer import render_page, write_page
 
     info = slide.info
     save_heat(folder / "heat.npz", heat=heat)
-    collection = features(heat, info=info, threshold=threshold, origin=origin)
-    write_geojson(folder / f"{info.path.stem}.geojson", collection=collection)
+    found = stream(heat, info=info, threshold=threshold, origin=origin)
+    write_geojson(folder / f"{info.path.stem}.geojson", found=found)
     write_heat_csv(folder / "heat.csv", heat=heat, info=info)
     pixels, down = thumbnail(slide)
     corner = (info.bounds.x, info.bounds.y)

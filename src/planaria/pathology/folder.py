@@ -77,6 +77,8 @@ class Summary:
 def find_slides(paths: Sequence[Path]) -> list[Path]:
     """The slides among ``paths``: files as they are, folders by :data:`SUFFIXES`, sorted.
 
+    The levels of a DICOM slide are files of their own; the first of each series stands for all.
+
     DataError where nothing is found, a path does not exist, or two slides have one name (their
     results would overwrite each other).
     """
@@ -92,6 +94,7 @@ def find_slides(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
         else:
             raise DataError(f"{path}: no such slide or folder; check the path")
+    found = _one_per_series(found)
     if not found:
         raise DataError(
             f"no slides in {', '.join(map(str, paths))}; expected files such as .svs, .tiff"
@@ -102,6 +105,35 @@ def find_slides(paths: Sequence[Path]) -> list[Path]:
             both = [str(path) for path in found if path.stem == name]
             raise DataError(f"{count} slides are named {name!r} ({', '.join(both)}); rename one")
     return found
+
+
+def _one_per_series(paths: Sequence[Path]) -> list[Path]:
+    """``paths`` without DICOM files whose series another one of the same folder stands for."""
+    seen: set[tuple[Path, bytes]] = set()
+    kept: list[Path] = []
+    for path in paths:
+        series = _series(path) if path.suffix.lower() == ".dcm" else None
+        if series is not None:
+            key = (path.parent, series)
+            if key in seen:
+                continue
+            seen.add(key)
+        kept.append(path)
+    return kept
+
+
+def _series(path: Path) -> bytes | None:
+    """The series of a DICOM file (0020,000E); None where its first 64 KiB do not tell."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    except OSError:
+        return None
+    found = head.find(b"\x20\x00\x0e\x00UI")
+    if head[128:132] != b"DICM" or found < 0:
+        return None
+    length = int.from_bytes(head[found + 6 : found + 8], "little")
+    return head[found + 8 : found + 8 + length].rstrip(b"\0 ")
 
 
 def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, float], list[str]]:

@@ -109,12 +109,12 @@ def openslide_candidates(properties: Mapping[str, str]) -> list[tuple[str, float
     )
     found: list[tuple[str, float, float]] = []
     for key_x, key_y in pairs:
-        x, y = _number(properties.get(key_x)), _number(properties.get(key_y))
+        x, y = number(properties.get(key_x)), number(properties.get(key_y))
         if x is not None and y is not None:
             found.append((key_x, x, y))
     x, y = (
-        _number(properties.get("tiff.XResolution")),
-        _number(properties.get("tiff.YResolution")),
+        number(properties.get("tiff.XResolution")),
+        number(properties.get("tiff.YResolution")),
     )
     if x is not None and y is not None:
         found += tag_candidates(x, y, unit=properties.get("tiff.ResolutionUnit", "inch"))
@@ -129,7 +129,8 @@ def tag_candidates(x: float, y: float, *, unit: str) -> list[tuple[str, float, f
     return [(f"tag {x:g} px/{unit.lower()}", 1e4 * centimetres / x, 1e4 * centimetres / y)]
 
 
-def _number(text: str | None) -> float | None:
+def number(text: str | None) -> float | None:
+    """What a property says, a decimal comma taken for a point; None where it is no number."""
     if text is None:
         return None
     try:
