@@ -190,16 +190,18 @@ def process(
     mpp: dict[str, float],
     work: Callable[[Slide, Path], tuple[bool, str, dict[str, Any]]],
     say: Callable[[str], None],
+    beside: Callable[[Path], Any] = lambda path: None,
 ) -> Summary:
     """Runs ``work(slide, folder)`` for each slide in turn and writes its marker.
 
-    ``work`` returns whether there was tissue, a sentence, and facts for the marker ``marker`` (a
-    JSON file). Errors of the user's input, broken files above all, end that slide and no other.
+    ``beside(path)`` is what its result depends on besides the slide. ``work`` returns whether there
+    was tissue, a sentence, and facts for the marker ``marker`` (a JSON file). Errors of the user's
+    input, broken files above all, end that slide and no other.
     """
     outcomes: list[Outcome] = []
     for number, path in enumerate(slides, start=1):
         folder = out / path.stem
-        key = digest(path, settings=[settings, mpp.get(path.stem)])
+        key = digest(path, settings=[settings, mpp.get(path.stem), beside(path)])
         before = _marked(folder / marker, key=key)
         if before is not None:
             outcome = Outcome(slide=path, status="unchanged", detail=before)

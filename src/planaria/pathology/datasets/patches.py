@@ -17,6 +17,7 @@ from planaria.pathology.datasets.records import (
     Contract,
     Record,
     Validation,
+    is_name,
     read_label,
     read_table,
     validate,
@@ -110,7 +111,7 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
         remarks.append("patch_id_wsi.csv is missing: slides are unknown")
     records = [
         Record(
-            id=row["id"],
+            id=row["id"] or "",
             label=read_label(row["label"], where=f"train_labels.csv line {number}"),
             path=folder / "train" / f"{row['id']}.tif",
             slide=slides.get(row["id"]),
@@ -121,6 +122,11 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
     problems = (
         [f"patch_id_wsi.csv: id {unknown[0]!r} is not in train_labels.csv"] if unknown else []
     )
+    problems += [
+        f"train_labels.csv line {number}: id {record.id!r} is no file name"
+        for number, record in enumerate(records, start=2)
+        if not is_name(record.id)
+    ]
     found = validate(records, contract=KAGGLE, problems=problems)
     return records, Validation(
         contract=KAGGLE,

@@ -124,6 +124,11 @@ def read_table(path: Path, *, columns: Sequence[str]) -> list[dict[str, str]]:
         return list(reader)
 
 
+def is_name(text: str) -> bool:
+    """Whether ``text`` names a file and no folder: files are read and written under such names."""
+    return text not in ("", ".", "..") and Path(text).name == text
+
+
 def read_label(text: str | None, *, where: str) -> int:
     """An integer label; DataError that says ``where`` for anything else."""
     try:

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import planaria
 from planaria.pathology.bundle import grade_loss, save_bundle
-from planaria.pathology.colour import to_unit
 from planaria.pathology.files import atomic, write_json
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.losses import GradeLoss
@@ -39,7 +37,7 @@ from planaria.pathology.training import (
 from planaria.recipes.gleason.config import GleasonConfig, as_toml
 from planaria.recipes.gleason.data import Prepared, prepare
 from planaria.recipes.gleason.evaluate import ROUNDING, expected_grades, measure
-from planaria.recipes.gleason.models import CLASSES, card, make, wrap
+from planaria.recipes.gleason.models import CLASSES, card, inputs, make, optimizer, wrap
 
 Batch = tuple[Tensor, Tensor, NDArray[np.int64]]
 
@@ -79,9 +77,7 @@ class Job:
         self.steps = config.epochs * self.order.steps_per_epoch
         self.model = wrap(make(self.card, config))
         self.best = Best(patience=config.patience)
-        self.optimizer = AdamW(
-            self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
-        )
+        self.optimizer = optimizer(self.model, config)
         self.scheduler = LambdaLR(
             self.optimizer,
             lambda done: rate(done, steps=self.steps, warmup=min(config.warmup, self.steps)),
@@ -114,11 +110,12 @@ class Job:
         run.final(self.finish, kappa=self.best.value, best_step=float(self.best.step))
 
     def batch(self, step: int) -> Batch:
-        """Boards [B, 3, px, px], grades [B] and numbers [B]: a function of the step alone."""
+        """Boards [B, 3, px, px] or bags of features [B, K, D + 1], grades [B] and numbers [B]: a
+        function of the step alone."""
         ids = self.order.ids(step, shard=self.shard.index)
         seed = self.order.chance(step, shard=self.shard.index)
-        boards = self.data.train.boards(ids, self.config, seed=seed)
-        return to_unit(torch.from_numpy(boards)), torch.from_numpy(self.data.train.labels[ids]), ids
+        x = inputs(self.data.train, ids, self.config, seed=seed)
+        return x, torch.from_numpy(self.data.train.labels[ids]), ids
 
     def step(
         self, run: planaria.Run, attempt: planaria.Attempt, batches: Ahead[Batch], *, last: int
@@ -179,7 +176,7 @@ class Job:
             "remarks": [*data.remarks, DISCLAIMER],
             "cuts": cuts,
             "best_step": self.best.step,
-            "averaged_over": config.shifts,
+            "averaged_over": config.shifts if data.test.bags is None else 1,
             "valid": measure(data.valid, valid, cuts=cuts),
             "test": measure(data.test, test, cuts=cuts),
             "test_rounded": measure(data.test, test),

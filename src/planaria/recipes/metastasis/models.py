@@ -6,9 +6,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, AdamW, Optimizer
 
+from planaria.optim import AdamS
+from planaria.pathology.attention import FeatureConfig
 from planaria.pathology.bundle import ModelCard, build
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
+from planaria.pathology.datasets.features import Bags
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
 from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD, load_weights
@@ -32,6 +36,12 @@ def colours(data: Prepared, config: MetastasisConfig) -> ColourStatistics:
 
 def card(data: Prepared, config: MetastasisConfig) -> ModelCard:
     """What the model is; the threshold is set when training has ended."""
+    bags = data.train.patches
+    if isinstance(bags, Bags):
+        head = FeatureConfig(
+            dim=bags.dim, hidden=config.hidden, single=bags.single, encoder=bags.encoder
+        )
+        return ModelCard(kind="metastasis", features=head, trained_on=data.name)
     lite = config.pretrained == "lite0"
     source = ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD) if config.pretrained else None
     return ModelCard(
@@ -72,3 +82,11 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
     forward pass would cost a message per step.
     """
     return DistributedDataParallel(model, find_unused_parameters=True, forward_sync_buffers=False)
+
+
+def optimizer(model: nn.Module, config: MetastasisConfig) -> Optimizer:
+    """The optimizer of ``config``; the paper's preset has its own."""
+    if config.preset == "paper":
+        return Adam(model.parameters(), lr=config.lr)
+    kind = AdamS if config.optimizer == "adams" else AdamW
+    return kind(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import planaria
 from planaria.pathology.augment import CropConfig, random_center_crop, random_turn
 from planaria.pathology.bundle import save_bundle
 from planaria.pathology.colour import to_unit
+from planaria.pathology.datasets.features import Bags
 from planaria.pathology.files import atomic, write_json
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.metrics import auc, operating_point
@@ -41,7 +41,7 @@ from planaria.pathology.training import (
 from planaria.recipes.metastasis.config import MetastasisConfig, as_toml
 from planaria.recipes.metastasis.data import Prepared, prepare
 from planaria.recipes.metastasis.evaluate import measure, probabilities
-from planaria.recipes.metastasis.models import card, make, wrap
+from planaria.recipes.metastasis.models import card, make, optimizer, wrap
 
 Batch = tuple[Tensor, Tensor, NDArray[np.int64]]
 
@@ -80,12 +80,7 @@ class Job:
         self.steps = config.epochs * self.order.steps_per_epoch
         self.model = wrap(make(self.card, config))
         self.best = Best(patience=config.patience)
-        if config.preset == "paper":
-            self.optimizer = Adam(self.model.parameters(), lr=config.lr)
-        else:
-            self.optimizer = AdamW(
-                self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
-            )
+        self.optimizer = optimizer(self.model, config)
         self.scheduler = LambdaLR(self.optimizer, self.rate)
         # Weights are equal everywhere; dropout must differ from shard to shard.
         torch.manual_seed(self.order.chance(0, shard=shard.index))
@@ -122,12 +117,18 @@ class Job:
         run.final(self.finish, **result)
 
     def batch(self, step: int) -> Batch:
-        """Augmented patches [B, 3, px, px], labels [B] and numbers [B]: a function of the step."""
+        """Augmented patches [B, 3, px, px] or bags of features [B, K, D + 1], labels [B] and
+        numbers [B]: a function of the step."""
         config = self.config
+        part = self.data.train
         ids = self.order.ids(step, shard=self.shard.index)
-        pixels, labels = self.data.train.batch(ids)
+        chance = self.order.chance(step, shard=self.shard.index)
+        if isinstance(part.patches, Bags):
+            bags = part.patches.batch(ids, size=config.bag, seed=chance)
+            return torch.from_numpy(bags), torch.from_numpy(part.labels[ids]), ids
+        pixels, labels = part.batch(ids)
         x = to_unit(torch.from_numpy(pixels))
-        generator = torch.Generator().manual_seed(self.order.chance(step, shard=self.shard.index))
+        generator = torch.Generator().manual_seed(chance)
         if config.rcc:
             x = random_center_crop(x, generator=generator, config=CropConfig(fill=config.fill))
         if config.turns:
@@ -188,7 +189,7 @@ class Job:
             "threshold": cut,
             "chosen_by": f"sensitivity {self.config.sensitivity:g} on the validation part",
             "best_step": self.best.step,
-            "averaged_over": 8,
+            "averaged_over": 1 if isinstance(self.data.valid.patches, Bags) else 8,
             "valid": measure(self.data.valid, valid, threshold=cut),
         }
         tested = self.data.test
