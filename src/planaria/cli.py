@@ -275,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # Progress of what takes longer than two seconds, such as tokenising a corpus.
     logging.getLogger("planaria").setLevel(logging.DEBUG if debug else logging.INFO)
+    # What it says of a damaged file, in several lines each, stands in our own one.
+    logging.getLogger("tifffile").setLevel(logging.DEBUG if debug else logging.CRITICAL)
     try:
         return _parse(arguments)()
     except PlanariaError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.errors import DataError, UserError
-from planaria.pathology.files import atomic
+from planaria.pathology.files import atomic, read_csv
 from planaria.pathology.slides import Slide, open_slide
 
 SUFFIXES = frozenset(
@@ -144,11 +144,9 @@ def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, flo
     """
     from planaria.pathology.resolution import refuse
 
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames is None or not {"slide", "mpp"} <= set(reader.fieldnames):
-            raise DataError(f"{path.name}: columns are {reader.fieldnames}; needs slide and mpp")
-        rows = list(reader)
+    columns, rows = read_csv(path)
+    if not {"slide", "mpp"} <= set(columns):
+        raise DataError(f"{path.name}: columns are {columns}; needs slide and mpp")
     names = {path.name: path.stem for path in slides} | {path.stem: path.stem for path in slides}
     table: dict[str, float] = {}
     notes: list[str] = []
@@ -198,15 +196,22 @@ def process(
     was tissue, a sentence, and facts for the marker ``marker`` (a JSON file). Errors of the user's
     input, broken files above all, end that slide and no other.
     """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: no folder can be made ({error.strerror})") from None
     outcomes: list[Outcome] = []
     for number, path in enumerate(slides, start=1):
         folder = out / path.stem
-        key = digest(path, settings=[settings, mpp.get(path.stem), beside(path)])
-        before = _marked(folder / marker, key=key)
-        if before is not None:
-            outcome = Outcome(slide=path, status="unchanged", detail=before)
-        else:
-            outcome = _one(path, folder, marker, key, mpp, work)
+        try:
+            key = digest(path, settings=[settings, mpp.get(path.stem), beside(path)])
+            before = _marked(folder / marker, key=key)
+            if before is not None:
+                outcome = Outcome(slide=path, status="unchanged", detail=before)
+            else:
+                outcome = _one(path, folder, marker, key, mpp, work)
+        except OSError as error:  # a link to nowhere, a disk that is full or gone
+            outcome = Outcome(slide=path, status="failed", detail=f"{path.name}: {error}")
         outcomes.append(outcome)
         say(f"[{number}/{len(slides)}] {path.name}: {outcome.status}: {outcome.detail}")
     summary = Summary(outcomes=tuple(outcomes))

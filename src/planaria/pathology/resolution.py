@@ -12,12 +12,19 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from planaria.errors import ConfigError
+
 MIN_MPP = 0.05
 """µm/px. A 100x oil objective on a 5 µm sensor gives 0.05; nothing scans finer."""
 MAX_MPP = 20.0
 """µm/px. Coarser than any slide thumbnail that still shows glands; 72 dpi would be 352.8."""
 MAX_ANISOTROPY = 1.1
 """Ratio of the two axes above which tiles would be visibly stretched; scanners stay below 1.01."""
+
+MAX_TILE_MPP = 200.0
+"""µm/px of a tile: a whole biopsy in a few pixels."""
+MAX_TILE_PX = 8192
+"""Pixels along a tile's side: 200 MB, of which some copies are made."""
 
 _MIRAX = "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL"
 _CM_PER_UNIT = {"centimeter": 1.0, "centimetre": 1.0, "cm": 1.0, "inch": 2.54}
@@ -62,6 +69,17 @@ def refuse(x: float, y: float) -> str | None:
     if max(x, y) / min(x, y) > MAX_ANISOTROPY:
         return f"{x:.4g} x {y:.4g} µm/px: the axes differ by more than 10 %"
     return None
+
+
+def check_tile(px: int, mpp: float) -> None:
+    """ConfigError where ``px`` pixels at ``mpp`` µm/px cannot be a tile."""
+    if px < 1 or not mpp > 0:
+        raise ConfigError(f"tiles of {px} px at {mpp} µm/px: both must be positive")
+    if px > MAX_TILE_PX or not MIN_MPP <= mpp <= MAX_TILE_MPP:
+        raise ConfigError(
+            f"tiles of {px} px at {mpp:g} µm/px: at most {MAX_TILE_PX} px, {MIN_MPP:g} to "
+            f"{MAX_TILE_MPP:g} µm/px"
+        )
 
 
 def choose_resolution(

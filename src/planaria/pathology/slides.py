@@ -109,7 +109,7 @@ class SlideInfo:
         )
         raise DataError(
             f"{self.path.name}: no usable resolution ({self.choice.reason}){hint}; "
-            "state it with --mpp or in the --mpp-csv table"
+            "state it with --slide-mpp or in the --mpp-csv table"
         )
 
 
@@ -252,7 +252,9 @@ class PlainSlide:
             raise DataError(
                 f"{path.name}: {error}; convert it to a tiled TIFF, which is read piece by piece"
             ) from error
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        except DataError:
+            raise
+        except Exception as error:  # a damaged file makes PIL's decoders raise what they like
             raise DataError(_unreadable(path, error)) from error
         height, width = self._pixels.shape[:2]
         found = tag_candidates(float(dpi[0]), float(dpi[1]), unit="inch") if dpi else []
@@ -322,6 +324,12 @@ def open_slide(path: str | os.PathLike[str], *, mpp: float | None = None) -> Sli
     if vendor is None or vendor == "generic-tiff":
         facts = inspect_tiff(path)
         if vendor is None or facts.hidden_levels:
+            return TiffSlide(path, mpp=mpp, notes=notes)
+        try:
+            return OpenSlideSlide(path, mpp=mpp, notes=notes)
+        except DataError as error:
+            if "Unsupported TIFF compression" not in str(error):  # JPEG 2000, WebP: tifffile can
+                raise
             return TiffSlide(path, mpp=mpp, notes=notes)
     return OpenSlideSlide(path, mpp=mpp, notes=notes)
 
@@ -415,8 +423,9 @@ def _unreadable(path: Path, error: Exception) -> str:
             f"{path.name}: no reader knows this file; slides are SVS, NDPI, MRXS, SCN, BIF, DICOM, "
             "TIFF, PNG or JPEG"
         )
+    said = str(error).replace(str(path), path.name)
     return (
-        f"{path.name}: cannot be opened ({error}); the file is truncated or damaged: copy it again"
+        f"{path.name}: cannot be opened ({said}); the file is truncated or damaged: copy it again"
     )
 
 

@@ -63,6 +63,11 @@ class TissueConfig:
         for name in ("mpp", "max_px", "min_area_um2", "max_hole_um2"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        if not (self.mpp <= 1000 and self.max_px <= 8192):
+            raise ConfigError(
+                f"an overview at {self.mpp:g} µm/px of at most {self.max_px} px; not above 1000 µm/px "
+                "and 8192 px"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

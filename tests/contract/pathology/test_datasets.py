@@ -205,7 +205,7 @@ def test_wrong_pcam_files(tmp_path: Path) -> None:
     assert f"{stem}_meta.csv is missing: slides are unknown" in found.remarks
     with h5py.File(tmp_path / f"{stem}_y.h5", "w") as file:
         file["labels"] = np.zeros(3)
-    with pytest.raises(DataError, match=f"{stem}_y.h5: holds no 'y', only labels"):
+    with pytest.raises(DataError, match=f"{stem}_y.h5: holds no array 'y', only labels"):
         load_pcam(tmp_path, split="train")
     with h5py.File(tmp_path / f"{stem}_y.h5", "w") as file:
         file["y"] = np.zeros((3, 1, 1, 1), np.uint8)

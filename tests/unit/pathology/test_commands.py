@@ -76,7 +76,7 @@ def test_a_folder_with_broken_slides(tmp_path: Path) -> None:
     }
     assert "deep.tif: 16 bits per sample" in rows["deep.tif"]["detail"]
     assert "352.8 µm/px is outside 0.05 to 20" in rows["nonsense.tif"]["detail"]
-    assert "state it with --mpp" in rows["silent.tif"]["detail"]
+    assert "state it with --slide-mpp" in rows["silent.tif"]["detail"]
     names = {p.name for p in (out / "good").iterdir()}
     assert names == {"good.h5", "good.csv", "clam", "preview.png", "tiles.json"}
 

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from planaria.errors import DataError
 from planaria.pathology.datasets.features import Bags, with_features
-from planaria.pathology.datasets.patches import FilePatches, H5Patches, load_kaggle, load_pcam
+from planaria.pathology.datasets.patches import (
+    PX,
+    FilePatches,
+    H5Patches,
+    load_kaggle,
+    load_pcam,
+)
 from planaria.pathology.datasets.records import Record, Validation
 from planaria.pathology.datasets.splits import (
     Duplicates,
@@ -23,6 +29,7 @@ from planaria.pathology.datasets.splits import (
     find_duplicates,
     grouped_folds,
     hash_files,
+    units,
 )
 from planaria.pathology.datasets.table import load_table
 from planaria.pathology.files import atomic
@@ -173,6 +180,7 @@ def _pcam(folder: Path, features: Path | None) -> Prepared:
         everything += records
         where += [split] * len(records)
     check_split(everything, parts=where)
+    _check_classes(("train", "valid", "test"), parts)
     return Prepared(
         train=parts[0],
         valid=parts[1],
@@ -202,10 +210,16 @@ def _split(records: list[Record], found: Validation, config: MetastasisConfig) -
     if config.features is not None:
         remarks.append("near-duplicates are not looked for among features")
     elif config.distance >= 0:
-        duplicates = find_duplicates(records, hashes=hash_files(records), distance=config.distance)
+        duplicates = find_duplicates(
+            records, hashes=hash_files(records, px=PX), distance=config.distance
+        )
         remarks.append(duplicates.line())
         _log.info("%s", duplicates.line())
-    folds = grouped_folds(records, folds=10, seed=config.seed, duplicates=duplicates)
+    # A tenth each for validation and test; more where there are fewer than ten slides.
+    count = max(units(records, duplicates=duplicates)) + 1
+    folds = grouped_folds(
+        records, folds=min(10, max(3, count)), seed=config.seed, duplicates=duplicates
+    )
     parts = np.where(folds == 0, "test", np.where(folds == 1, "valid", "train"))
     by = records[0].unit.split(" ")[0]
     return _prepared(
@@ -244,9 +258,7 @@ def _prepared(
         _part(chosen, FilePatches(chosen) if features is None else _bags(chosen))
         for chosen in ([r for r, p in zip(records, parts, strict=True) if p == n] for n in names)
     ]
-    for name, part in zip(names, made, strict=True):
-        if len(np.unique(part.labels)) < 2:
-            raise DataError(f"the {name} part holds one class only; more slides are needed")
+    _check_classes(names, made)
     return Prepared(
         train=made[0],
         valid=made[1],
@@ -255,6 +267,12 @@ def _prepared(
         by=by,
         remarks=tuple(remarks),
     )
+
+
+def _check_classes(names: Sequence[str], parts: Sequence[Part]) -> None:
+    for name, part in zip(names, parts, strict=True):
+        if len(np.unique(part.labels)) < 2:
+            raise DataError(f"the {name} part holds one class only; more slides are needed")
 
 
 def _bags(records: Sequence[Record]) -> Bags:
