@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from planaria.optim.choice import SparseConfig
 from planaria.recipes.gleason import GleasonConfig
 from planaria.recipes.gleason import prepare as prepare_gleason
 from planaria.recipes.metastasis import MetastasisConfig
@@ -101,7 +102,8 @@ def test_features_and_an_early_end(tmp_path: Path) -> None:
 
 
 def test_gleason(tmp_path: Path) -> None:
-    """In bf16, by AdamS, with boards drawn from two grids."""
+    """In bf16, with boards drawn from two grids, by models that drift apart: the best state is that
+    of their mean."""
     recipe = GleasonConfig(
         synthetic=24,
         cache=tmp_path / "cache",
@@ -114,7 +116,8 @@ def test_gleason(tmp_path: Path) -> None:
         epochs=4,
         evals=2,
         dtype="bf16",
-        optimizer="adams",
+        optimizer="scape",
+        sparse=SparseConfig(unsent="local", density=0.25),
     )
     prepare_gleason(dataclasses.replace(recipe, out=tmp_path))
     module = "planaria.recipes.gleason.train"

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -137,10 +138,15 @@ def square(tensors: Sequence[Tensor]) -> float:
 class OwnedOptimizer(Optimizer):
     """Abstract: an optimizer whose workers each own a part of every parameter.
 
-    A subclass sets ``workers`` and ``buckets`` and calls :meth:`seal` when it is built.
+    A subclass sets ``workers``, ``buckets`` and ``_params`` and calls :meth:`seal` when it is built.
+
+    A runtime that keeps ``state`` twice, by copying its tensors beside the next step and by writing
+    them in place, needs to know no more than ``shard_local_state``, :meth:`replica_groups`,
+    :meth:`abandon` and :meth:`restored`. No tensor of ``state`` is written outside of ``step()``.
     """
 
     shard_local_state = True
+    """No other worker holds this worker's state."""
 
     workers: Workers
     buckets: Buckets
@@ -148,7 +154,32 @@ class OwnedOptimizer(Optimizer):
     nonfinite: str
     norm: float
     """Norm of the last step's gradient, before clipping; NaN before the first step."""
+    _params: list[Tensor]
     _sealed: bool = False
+
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether all workers hold the same weights between steps."""
+        return True
+
+    def replica_groups(self) -> list[tuple[Tensor, dist.ProcessGroup | None]]:
+        """Every trained parameter with the group whose members hold the same bits between steps.
+
+        ``None`` where no other worker does.
+        """
+        group = self.workers.group if self.replicas_equal else None
+        return [(self._params[index], group) for index in self.buckets.layout.place]
+
+    def abandon(self) -> None:
+        """Forgets collectives under way without waiting: the group under them was made anew.
+
+        To be called on all workers; they go on from the same state, and send again what is missing.
+        """
+        self.buckets.abandon()
+
+    def restored(self) -> None:
+        """Called on all workers when the tensors of ``state`` have been written in place."""
+        self.buckets.drop()
 
     def seal(self) -> None:
         """From here on the layout is fixed."""

@@ -145,6 +145,10 @@ class Buckets:
                 work.wait()
         self._reset()
 
+    def abandon(self) -> None:
+        """Forgets gradients under way without waiting, where the group under them is gone."""
+        self._reset()
+
     def finish(self) -> None:
         """Marks the gradients as used; the next backward starts afresh."""
         self._reset()

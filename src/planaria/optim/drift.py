@@ -73,6 +73,9 @@ class Drift:
     def settle(self) -> None:
         """Nothing is ever under way between two steps."""
 
+    def abandon(self) -> None:
+        """Nothing is ever under way between two steps."""
+
     def digest(self) -> int:
         """A number that is equal on workers which agree on what has to be equal."""
         dense = self.layout.buckets[self.layout.sparse :]
@@ -89,7 +92,10 @@ class Drift:
                 block = rows[:, slot.offset : slot.offset + slot.length]
                 now = torch.zeros_like(block, dtype=bucket.dtype)
                 pack(flat, now, type(slot)(slot.index, slot.shape, slot.rows, slot.length, 0))
-                block.copy_(torch.where(block.to(bucket.dtype) != now, now.to(block.dtype), block))
+                changed = block.to(bucket.dtype) != now
+                # Only then: masters are state, which is not to be written outside of a step.
+                if bool(changed.any()):
+                    block.copy_(torch.where(changed, now.to(block.dtype), block))
 
     def _push(self) -> None:
         for bucket, rows in zip(self.layout.buckets, self.whole(self.w), strict=True):

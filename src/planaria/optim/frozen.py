@@ -70,6 +70,9 @@ class Frozen:
         self.sparse_wide = layout.sparse_width if options.sparse else 0
         self.a = torch.zeros(owners * self.sparse_wide, dtype=like.dtype, device=like.device)
         self.tau = torch.zeros(self.sparse_wide, dtype=torch.int32, device=like.device)
+        # State is what an owner has chosen itself. The mask, which is what all have chosen, is on
+        # its way at the end of a step, and nobody must wait for it in order to keep the state.
+        self.chosen = torch.zeros(self.count, dtype=torch.int64, device=like.device)
         self.mask = torch.zeros(owners, self.count, dtype=torch.int64, device=like.device)
         self.code = (
             masks.code_name(options.density) if options.mask_code == "auto" else options.mask_code
@@ -77,9 +80,10 @@ class Frozen:
         size = masks.code_bytes(self.sparse_wide, self.count, self.code) if self.count else 0
         self._codes = torch.zeros(owners, size, dtype=torch.uint8, device=like.device)
         self._coming: Pending | None = None
+        self._known = True
         self._addresses: Tensor | None = None
         if self.count:
-            self.mask.copy_(self._cycle(0).expand(owners, -1))
+            self._take(self._cycle(0))
         self.pull()
 
     # The flat state as one view for each bucket.
@@ -97,16 +101,22 @@ class Frozen:
         ]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be restored, live."""
-        self.settle()
-        named = {"moment": self.m, "first": self.a, "skipped": self.tau, "mask": self.mask}
+        """Everything that has to be restored, live; written only inside a step."""
+        named = {"moment": self.m, "first": self.a, "skipped": self.tau, "chosen": self.chosen}
         return {**named, "master": self.w} if self.half else named
 
     def loaded(self) -> None:
         """Called when the tensors have been written: what was derived from them is dropped."""
-        self._coming = self._addresses = None
+        if self._coming is not None:
+            self._coming.wait()
+        self.abandon()
         if not self.half:
             self.pull()
+
+    def abandon(self) -> None:
+        """Forgets the mask under way without waiting for it; the next step gathers it again."""
+        self._coming = self._addresses = None
+        self._known = not self.count
 
     def digest(self) -> int:
         """A number that is equal on workers which agree on mask and weights."""
@@ -286,38 +296,55 @@ class Frozen:
     def _choose(self, step: int, grad_V: Tensor | None) -> None:
         """Makes this owner's next mask and starts sending it; it is needed at the next step."""
         if self.options.statistic == "cycle":
-            self.mask.copy_(self._cycle(step).expand(self.layout.world, -1))
-            self._addresses = None
+            self._take(self._cycle(step))
             return
         score = self._score(grad_V)
         chosen = torch.cat(
             [begin + masks.largest(score[begin:end], count) for begin, end, count in self.segments]
         )
         if self.workers.size == 1:
-            self.mask.copy_(chosen)
-            self._addresses = None
+            self._take(chosen)
             return
-        code = masks.encode(chosen, width=self.sparse_wide, code=self.code)
+        self.chosen.copy_(chosen)
+        self._known = False
+        self._gather()
+
+    def _take(self, chosen_K: Tensor) -> None:
+        """Makes these columns the mask of every owner; nothing has to be sent for that."""
+        self.chosen.copy_(chosen_K)
+        self.mask.copy_(chosen_K.expand(self.layout.world, -1))
+        self._known, self._addresses = True, None
+
+    def _gather(self) -> None:
+        code = masks.encode(self.chosen, width=self.sparse_wide, code=self.code)
         self._coming = self.workers.gather(self._codes, code)
 
     def choose_again(self, step: int) -> None:
         """Chooses a mask from a restored state, whose own mask fits another number of workers."""
         if self.options.statistic == "gradient":
-            self.mask.copy_(self._cycle(step).expand(self.layout.world, -1))
-            self._addresses = None
+            self._take(self._cycle(step))
             return
         self._choose(step, None)
-        self.settle()
 
     def settle(self) -> None:
-        """Waits for the mask under way and decodes it."""
-        if self._coming is None:
+        """Brings the mask that all owners have chosen, sending for it where nobody has; collective.
+
+        Nobody has after a load, or where the group under it was made anew: then on no worker.
+        """
+        if self._known:
             return
+        if self.options.statistic == "cycle" or self.workers.size == 1:
+            self._take(self.chosen)
+            return
+        if self._coming is None:
+            self._gather()
+        assert self._coming is not None
         self._coming.wait()
         self._coming = self._addresses = None
         self.mask.copy_(
             masks.decode(self._codes, width=self.sparse_wide, count=self.count, code=self.code)
         )
+        self._known = True
 
     def _betas(self, b: int) -> tuple[float, float]:
         return self.groups[self.layout.buckets[b].group]["betas"]

@@ -40,7 +40,6 @@ class Owner(Protocol):
 
 def save(optimizer: Owner) -> dict[str, Any]:
     """``{"state": {index: {name: DTensor}}, "param_groups": ..., "count": ...}``; collective."""
-    optimizer.family.settle()
     layout, rank = optimizer.buckets.layout, optimizer.workers.rank
     state: dict[str, dict[str, Tensor]] = {}
     for name, columns in _columns(optimizer, mean=True).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Generator
 from typing import Any
@@ -30,6 +31,11 @@ from planaria.optim.frozen import Frozen
 from planaria.optim.layout import build
 from planaria.optim.options import ScapeOptions
 
+ASSUMED_STEPS = 10_000
+"""Length of a run that ``dense_steps`` is a share of where ``total_steps`` is not given: our choice."""
+
+log = logging.getLogger(__name__)
+
 
 class Scape(OwnedOptimizer):
     """AdamS that sends ``density`` of the weights each step; at density 1 it is dense AdamS.
@@ -39,7 +45,8 @@ class Scape(OwnedOptimizer):
 
     - Parameters of at most ``dense_ndim`` dimensions, and of groups with ``"dense": True``, are
       always sent whole (norms and biases by default; see :func:`planaria.optim.param_groups`).
-    - ``dense_steps`` first steps are dense: a count, or a share of ``total_steps``.
+    - ``dense_steps`` first steps are dense: a count, or a share of ``total_steps`` (of 10,000 where
+      that is not given; a line in the log says so).
     - ``max_norm`` clips; in a sparse step by the root mean square of the workers' own norms, since
       the mean gradient is nowhere known.
     - A gradient that is ``None`` counts as zero, on one worker or on all.
@@ -85,9 +92,11 @@ class Scape(OwnedOptimizer):
         self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
         self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
         self.norm = math.nan
+        total = ASSUMED_STEPS if total_steps is None else total_steps
+        checks.number("total_steps", total, low=1)
         self.options = ScapeOptions(
             density=density,
-            dense_steps=checks.steps("dense_steps", dense_steps, total=total_steps),
+            dense_steps=checks.steps("dense_steps", dense_steps, total=total),
             **choices,
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -98,6 +107,13 @@ class Scape(OwnedOptimizer):
             checks.number("eps", own["eps"], low=0.0)
             checks.number("weight_decay", own["weight_decay"], low=0.0)
         self.workers = Workers(group)
+        if 0 < dense_steps < 1 and total_steps is None and self.workers.rank == 0:
+            log.warning(
+                "dense_steps is %g, a share of the run, and total_steps is not given: the first %d "
+                "steps are dense; give total_steps=, or the count itself",
+                dense_steps,
+                self.options.dense_steps,
+            )
         self._params, chosen = trained(self)
         layout = build(
             chosen,
@@ -204,20 +220,28 @@ class Scape(OwnedOptimizer):
     @contextlib.contextmanager
     def mean_model(self) -> Generator[None]:
         """Inside it the parameters hold the mean over the workers; entering is collective."""
-        if isinstance(self.family, Frozen):
-            yield
-            return
+        means = self.mean_weights()
         with torch.no_grad():
-            order = [self._params[index] for index in self.buckets.layout.place]
-            kept = [p.detach().clone() for p in order]
-            for param, mean in zip(order, self.family.mean_weights(), strict=True):
+            kept = [param.detach().clone() for param, _ in means]
+            for param, mean in means:
                 param.copy_(mean)
         try:
             yield
         finally:
             with torch.no_grad():
-                for param, own in zip(order, kept, strict=True):
+                for (param, _), own in zip(means, kept, strict=True):
                     param.copy_(own)
+
+    @torch.no_grad()
+    def mean_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Every trained parameter with the mean over the workers, where they differ; collective.
+
+        Empty where all workers hold the same weights. Changes nothing.
+        """
+        if isinstance(self.family, Frozen):
+            return []
+        order = [self._params[index] for index in self.buckets.layout.place]
+        return list(zip(order, self.family.mean_weights(), strict=True))
 
     def _fill_state(self) -> None:
         self.state["scape"] = {"count": self.count, **self.family.tensors()}  # type: ignore[index]
@@ -225,7 +249,7 @@ class Scape(OwnedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's format, with this worker's own state to the bit under ``state["scape"]``.
 
-        Waits for the mask under way. Tensors are live; they only fit the same number of workers.
+        Tensors are live, nothing is waited for or sent; they only fit the same number of workers.
         """
         self._fill_state()
         return super().state_dict()
@@ -240,7 +264,6 @@ class Scape(OwnedOptimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         self.buckets.drop()
-        self.family.settle()
         saved = state_dict["state"].get("scape")
         here: dict[str, Tensor] = {"count": self.count, **self.family.tensors()}
         if saved is None or set(saved) != set(here):
@@ -259,11 +282,19 @@ class Scape(OwnedOptimizer):
         load_groups(self.param_groups, state_dict["param_groups"])
         for key, tensor in here.items():
             tensor.copy_(saved[key])
-        self._restored()
+        self.restored()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _restored(self) -> None:
+    def abandon(self) -> None:
+        """As :meth:`OwnedOptimizer.abandon`; the mask under way is gathered again."""
+        super().abandon()
+        self.family.abandon()
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """As :meth:`OwnedOptimizer.restored`; drops what was derived from the old state."""
+        super().restored()
         self.family.loaded()
         self.buckets.active = self.is_dense(int(self.count))
 
@@ -280,4 +311,4 @@ class Scape(OwnedOptimizer):
         """Loads what :meth:`portable_state_dict` gave, at any number of workers; collective."""
         self.buckets.drop()
         portable.load(self, state_dict)
-        self._restored()
+        self.restored()

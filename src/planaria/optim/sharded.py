@@ -147,6 +147,9 @@ class Sharded(OwnedOptimizer):
         self.inner.step()
         for master in self.masters:
             master.grad = None
+        if self._published != self._identities():
+            # An optimizer that counts in plain numbers, or makes new tensors: state shows them.
+            self._publish_state()
         self.buckets.publish([m.detach() for m in self.masters])
         return loss
 
@@ -168,10 +171,24 @@ class Sharded(OwnedOptimizer):
                 entries[key] = value
         return entries
 
+    def _identities(self) -> list[int]:
+        return [id(v) for m in self.masters for v in dict[str, Any](self.inner.state[m]).values()]
+
     def _publish_state(self) -> None:
+        self._published = self._identities()
         for b, bucket in enumerate(self.buckets.layout.buckets):
             for slot in bucket.slots:
                 self.state[self._params[slot.index]] = self._entries(b, slot)
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """As :meth:`OwnedOptimizer.restored`; numbers that are no tensors go to the inner state."""
+        super().restored()
+        for b, bucket in enumerate(self.buckets.layout.buckets):
+            inner: dict[str, Any] = self.inner.state[self.masters[b]]
+            shown: dict[str, Any] = self.state[self._params[bucket.slots[0].index]]
+            inner.update({k: v for k, v in shown.items() if not isinstance(v, Tensor)})
+        self._published = self._identities()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's format; tensors are DTensors of the parameters' shapes over the group.

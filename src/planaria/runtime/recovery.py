@@ -140,6 +140,10 @@ class Recovery:
             # once as long as the groups are broken; over the new ones they would meet others.
             engine.durable.wait()
             engine.domain.rebuild(plan.epoch)
+            for part in engine.parts.optimizers.values():
+                # On every worker, also where nothing has to be restored: what was under way on the
+                # old groups is begun again by all or by none.
+                part.abandon()
         clock.lap("rebuild")
         if plan.rollback:
             engine.protection.forget()

@@ -29,10 +29,10 @@ def layer() -> list[nn.Parameter]:
         ({"density": math.nan}, "density is nan; give a share of the weights in (0, 1]"),
         ({"unsent": "lost"}, "unsent is 'lost'; choose one of frozen, moved, local"),
         (
-            {"dense_steps": 0.1},
-            "dense_steps is 0.1, a share of the run, and total_steps is not given; "
-            "give total_steps=, or the count itself",
+            {"dense_steps": 2.5},
+            "dense_steps is 2.5; give a count of steps or a share of them in [0, 1)",
         ),
+        ({"total_steps": 0}, "total_steps is 0; give a number at least 1"),
         (
             {"dense_steps": -1},
             "dense_steps is -1; give a count of steps or a share of them in [0, 1)",
@@ -51,9 +51,19 @@ def test_bad_options_of_scape(choices: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_a_share_of_dense_steps_is_counted_from_the_run_length() -> None:
+def test_a_share_of_dense_steps_is_counted_from_the_run_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert Scape(layer(), dense_steps=0.1, total_steps=250).options.dense_steps == 25
+    assert Scape(layer(), dense_steps=30, total_steps=250).options.dense_steps == 30
     assert ScapeOptions(density=0.03).period == 33
+    assert caplog.messages == []
+    # As the quickest example has it, without the length of the run.
+    assert Scape(layer(), lr=1e-3, density=0.01, dense_steps=0.1).options.dense_steps == 1000
+    assert caplog.messages == [
+        "dense_steps is 0.1, a share of the run, and total_steps is not given: the first 1000 "
+        "steps are dense; give total_steps=, or the count itself"
+    ]
 
 
 @pytest.mark.parametrize(

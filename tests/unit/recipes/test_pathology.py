@@ -327,11 +327,12 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
     for make, said in (
         (
             lambda: MetastasisConfig(optimizer="lion"),
-            "optimizer: 'lion' is unknown; choose one of adamw, adams",
+            "optimizer: 'lion' is unknown; choose one of adamw, adams, sharded, scape",
         ),
         (
             lambda: MetastasisConfig(preset="paper", optimizer="adams"),
-            "optimizer: the paper's preset trains by Adam; drop it",
+            "optimizer: 'adams' is set, and the paper's preset trains with Adam; leave it out, or use "
+            "preset = strict",
         ),
         (
             lambda: MetastasisConfig(features=tmp_path),
@@ -348,7 +349,7 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
         (lambda: MetastasisConfig(bag=0), "bag: 0 is too small; at least 1"),
         (
             lambda: GleasonConfig(optimizer="lion"),
-            "optimizer: 'lion' is unknown; choose one of adamw, adams",
+            "optimizer: 'lion' is unknown; choose one of adamw, adams, sharded, scape",
         ),
         (
             lambda: GleasonConfig(features=tmp_path),

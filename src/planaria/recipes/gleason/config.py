@@ -10,13 +10,14 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 from planaria.pathology.boards import BoardConfig
 
 SYNTHETIC = "synthetic"
 """``--data synthetic``: biopsies that the package makes; labelled so in everything that comes of it."""
 
 LOSSES = ("qwmse", "qwmse-ordinal", "expected-cost", "mse", "cross-entropy")
-OPTIMIZERS = ("adamw", "adams")
 _POSITIVE = (
     "batch",
     "epochs",
@@ -116,11 +117,14 @@ class GleasonConfig:
     epochs: int = 12
     """Passes over the training slides."""
 
+    optimizer: str = "adamw"
+    """adamw, adams, sharded or scape, as for language models."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
+
     lr: float = 3e-3
     """Highest learning rate."""
-
-    optimizer: str = "adamw"
-    """adamw or adams."""
 
     warmup: int = 20
     """Steps of linear warm-up."""
@@ -184,10 +188,7 @@ class GleasonConfig:
             raise ConfigError(f"synthetic: {self.synthetic} slides; at least 12")
         if not -1 <= self.distance <= 32:
             raise ConfigError(f"distance: {self.distance} is outside -1 to 32 bits")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(
-                f"optimizer: {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}"
-            )
+        choice.check(self.optimizer, self.sparse)
         if self.features is not None and self.pretrained:
             raise ConfigError("pretrained: features need no backbone; drop one of both")
         if self.features is not None and self.data == SYNTHETIC:
@@ -219,6 +220,8 @@ def as_toml(config: GleasonConfig) -> str:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = {k: v for k, v in vars(value).items() if v is not None}
         if value is not None:
             values[field.name] = str(value) if isinstance(value, Path) else value
     return tomli_w.dumps({"gleason": values})

@@ -7,9 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
 
-from planaria.optim import AdamS
 from planaria.pathology.attention import FeatureConfig
 from planaria.pathology.bundle import ModelCard, build
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
@@ -105,9 +103,3 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
     statistics stay each worker's own until an evaluation averages them.
     """
     return DistributedDataParallel(model, find_unused_parameters=True, forward_sync_buffers=False)
-
-
-def optimizer(model: nn.Module, config: GleasonConfig) -> Optimizer:
-    """The optimizer of ``config``."""
-    kind = AdamS if config.optimizer == "adams" else AdamW
-    return kind(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)

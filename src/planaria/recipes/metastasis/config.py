@@ -10,11 +10,11 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 
 SYNTHETIC = "synthetic"
 """``--data synthetic``: patches that the package makes; labelled so in everything that comes of it."""
-
-OPTIMIZERS = ("adamw", "adams")
 
 PAPER_MEAN = (0.70017, 0.54368, 0.69611)
 PAPER_STD = (0.22246, 0.26757, 0.19798)
@@ -101,11 +101,14 @@ class MetastasisConfig:
     epochs: int = 8
     """Passes over the training part (the paper: 30)."""
 
+    optimizer: str = "adamw"
+    """adamw, adams, sharded or scape, as for language models (strict only; the paper's is Adam)."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
+
     lr: float = 3e-3
     """Highest learning rate. Source: released code."""
-
-    optimizer: str = "adamw"
-    """adamw or adams (strict only; the paper's is Adam)."""
 
     warmup: int = 30
     """Steps of linear warm-up (strict only)."""
@@ -165,12 +168,12 @@ class MetastasisConfig:
             raise ConfigError(f"distance: {self.distance} is outside -1 to 32 bits")
         if self.preset == "paper" and self.pretrained:
             raise ConfigError("pretrained: the paper's preset starts from random weights; drop it")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(
-                f"optimizer: {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}"
-            )
+        choice.check(self.optimizer, self.sparse)
         if self.preset == "paper" and self.optimizer != "adamw":
-            raise ConfigError("optimizer: the paper's preset trains by Adam; drop it")
+            raise ConfigError(
+                f"optimizer: {self.optimizer!r} is set, and the paper's preset trains with Adam; "
+                "leave it out, or use preset = strict"
+            )
         if self.features is not None:
             self._check_features()
         if not self.data:
@@ -203,12 +206,13 @@ def as_toml(config: MetastasisConfig) -> str:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A configuration as plain values: paths as text, tuples as lists, None left out."""
+    """A configuration as plain values: paths as text, tuples as lists, None left out, nested ones too."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is None:
             continue
         value = str(value) if isinstance(value, Path) else value
+        value = plain(value) if dataclasses.is_dataclass(value) else value
         values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

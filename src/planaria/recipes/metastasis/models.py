@@ -6,9 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, AdamW, Optimizer
 
-from planaria.optim import AdamS
 from planaria.pathology.attention import FeatureConfig
 from planaria.pathology.bundle import ModelCard, build
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
@@ -82,11 +80,3 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
     forward pass would cost a message per step.
     """
     return DistributedDataParallel(model, find_unused_parameters=True, forward_sync_buffers=False)
-
-
-def optimizer(model: nn.Module, config: MetastasisConfig) -> Optimizer:
-    """The optimizer of ``config``; the paper's preset has its own."""
-    if config.preset == "paper":
-        return Adam(model.parameters(), lr=config.lr)
-    kind = AdamS if config.optimizer == "adams" else AdamW
-    return kind(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
