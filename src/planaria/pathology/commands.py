@@ -212,6 +212,7 @@ class Predict:
             work=work,
             say=say,
             beside=self._beside,
+            note=DISCLAIMER,
         )
         say(DISCLAIMER)
         return summary.exit_code

@@ -189,10 +189,12 @@ def process(
     work: Callable[[Slide, Path], tuple[bool, str, dict[str, Any]]],
     say: Callable[[str], None],
     beside: Callable[[Path], Any] = lambda path: None,
+    note: str = "",
 ) -> Summary:
     """Runs ``work(slide, folder)`` for each slide in turn and writes its marker.
 
-    ``beside(path)`` is what its result depends on besides the slide. ``work`` returns whether there
+    ``beside(path)`` is what its result depends on besides the slide; ``note`` stands in every row of
+    the summary. ``work`` returns whether there
     was tissue, a sentence, and facts for the marker ``marker`` (a JSON file). Errors of the user's
     input, broken files above all, end that slide and no other.
     """
@@ -217,8 +219,10 @@ def process(
     summary = Summary(outcomes=tuple(outcomes))
     with atomic(out / "summary.csv") as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["slide", "status", "detail"])
-        writer.writerows([o.slide.name, o.status, o.detail] for o in outcomes)
+        more = ["note"] if note else []
+        writer.writerow(["slide", "status", "detail", *more])
+        more = [note] if note else []
+        writer.writerows([o.slide.name, o.status, o.detail, *more] for o in outcomes)
     say(summary.line())
     return summary
 

@@ -22,7 +22,7 @@ from shapely.geometry.base import BaseGeometry
 
 from planaria.errors import ConfigError
 from planaria.pathology.files import atomic
-from planaria.pathology.heat import HeatMap, colour_table
+from planaria.pathology.heat import DISCLAIMER, HeatMap, colour_table
 from planaria.pathology.slides import SlideInfo
 
 ndimage: Any = scipy_ndimage
@@ -42,7 +42,7 @@ def features(
 ) -> dict[str, Any]:
     """A FeatureCollection of all that :func:`stream` gives; a large slide's is better streamed."""
     found = stream(heat, info=info, threshold=threshold, name=name, origin=origin, tiles=tiles)
-    return {"type": "FeatureCollection", "features": list(found)}
+    return {"type": "FeatureCollection", "description": DISCLAIMER, "features": list(found)}
 
 
 def stream(
@@ -168,22 +168,27 @@ def _feature(
 
 
 def write_geojson(path: Path, *, found: Iterable[dict[str, Any]]) -> None:
-    """Writes features as a FeatureCollection, one after the other."""
+    """Writes features as a FeatureCollection, one after the other.
+
+    ``description`` is a foreign member (RFC 7946, 6.1), which readers pass over.
+    """
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write('{"type": "FeatureCollection", "features": [')
+        note = json.dumps(DISCLAIMER)
+        file.write(f'{{"type": "FeatureCollection", "description": {note}, "features": [')
         for index, feature in enumerate(found):
             file.write((",\n" if index else "\n") + json.dumps(feature))
         file.write("]}")
 
 
 def write_heat_csv(path: Path, *, heat: HeatMap, info: SlideInfo) -> None:
-    """One row per scored tile: slide, column, row, x, y, side (level-0 px), value."""
+    """One row per scored tile: slide, column, row, x, y, side (level-0 px), value, note."""
     with atomic(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["slide", "column", "row", "x", "y", "side", heat.label])
+        writer.writerow(["slide", "column", "row", "x", "y", "side", heat.label, "note"])
         side = round(heat.grid.side)
         for row in range(heat.grid.rows):
             for column in np.flatnonzero(~np.isnan(heat.values[row])).tolist():
                 x, y = heat.grid.place(column, row)
                 value = f"{float(heat.values[row, column]):.6f}"
-                writer.writerow([info.path.name, column, row, round(x), round(y), side, value])
+                place = (column, row, round(x), round(y), side)
+                writer.writerow([info.path.name, *place, value, DISCLAIMER])

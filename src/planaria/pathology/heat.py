@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from planaria.errors import DataError
 from planaria.pathology.files import atomic
@@ -112,6 +113,8 @@ def load_heat(path: Path) -> HeatMap:
 
 
 def save_overview(path: Path, *, pixels: Pixels) -> None:
-    """Writes [H, W, 3] pixels as PNG."""
+    """Writes [H, W, 3] pixels as PNG, what they are not for in its description."""
+    text = PngInfo()
+    text.add_text("Description", DISCLAIMER)
     with atomic(path) as temporary:
-        Image.fromarray(pixels).save(temporary, format="PNG")
+        Image.fromarray(pixels).save(temporary, format="PNG", pnginfo=text)

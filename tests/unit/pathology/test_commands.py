@@ -187,7 +187,16 @@ def test_predict_writes_everything_and_stays_in_its_folder(
     assert facts["score"] == pytest.approx(np.sort(known)[-TOP_TILES:].mean(), abs=1e-6)
     assert facts["notes"][0] == "Research software. Not for diagnosis."
     page = (folder / "index.html").read_text()
-    assert "Not for diagnosis" in page
+    said = "Research software. Not for diagnosis."
+    assert said in page
+    assert json.loads((folder / f"{cmu.stem}.geojson").read_text())["description"] == said
+    with Image.open(folder / "overview.png") as image:
+        assert image.info["Description"] == said
+    for table in (folder / "heat.csv", tmp_path / "out" / "summary.csv"):
+        with table.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert rows
+        assert all(row["note"] == said for row in rows)
     assert "://" not in page.split("<script>")[0].replace("data:", "")
     empty = json.loads((tmp_path / "out" / "white" / "prediction.json").read_text())
     assert empty["score"] is None

@@ -122,7 +122,11 @@ def test_nothing_above_the_threshold(tmp_path: Path) -> None:
     assert features(empty, info=INFO, threshold=0.5)["features"] == []
     write_geojson(tmp_path / "a.geojson", found=stream(empty, info=INFO, threshold=0.5))
     found = json.loads((tmp_path / "a.geojson").read_text())
-    assert found == {"type": "FeatureCollection", "features": []}
+    assert found == {
+        "type": "FeatureCollection",
+        "description": "Research software. Not for diagnosis.",
+        "features": [],
+    }
 
 
 def test_what_is_streamed_is_the_collection(tmp_path: Path) -> None:
@@ -188,6 +192,7 @@ def test_round_trip_and_csv(tmp_path: Path) -> None:
         "y": "500",
         "side": "256",
         "probability of tumour": "0.800000",
+        "note": "Research software. Not for diagnosis.",
     }
     (tmp_path / "x.npz").write_text("no")
     with pytest.raises(DataError, match=r"x.npz: not a heat-map"):

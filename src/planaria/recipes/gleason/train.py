@@ -203,7 +203,10 @@ class Job:
         rows = zip(data.test.names, data.test.labels.tolist(), test.tolist(), strict=True)
         write_json(
             out / "predictions.json",
-            [{"slide": name, "grade": grade, "score": score} for name, grade, score in rows],
+            [
+                {"slide": name, "grade": grade, "score": score, "note": DISCLAIMER}
+                for name, grade, score in rows
+            ],
         )
         counts = np.array(results["test"]["overall"]["confusion"])
         plot_confusion(
