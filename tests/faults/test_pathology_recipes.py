@@ -1,4 +1,7 @@
-"""The pathology recipes with a worker killed on the way: no bit is lost."""
+"""The pathology recipes with a worker killed on the way: no bit is lost.
+
+Metastasis on pixels is what the pathology demo does, in tests/unit/test_demo_pathology.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from planaria.optim.choice import SparseConfig
 from planaria.recipes.gleason import GleasonConfig
 from planaria.recipes.gleason import prepare as prepare_gleason
 from planaria.recipes.metastasis import MetastasisConfig
-from planaria.recipes.metastasis import prepare as prepare_metastasis
 from planaria.runtime.launch.config import for_recipe
 from planaria.runtime.launch.launcher import launch
 from tests.support.features import slides_with_features
@@ -56,23 +58,6 @@ def check(calm: Any, first: dict[str, Any], struck: Any, second: dict[str, Any])
     assert all(torch.equal(models[0][k], models[1][k]) for k in models[0])
     results = [json.loads((c.out / "results.json").read_text()) for c in (calm, struck)]
     assert results[0] == results[1]
-
-
-def test_metastasis(tmp_path: Path) -> None:
-    recipe = MetastasisConfig(
-        synthetic=(192, 64, 64),
-        cache=tmp_path / "cache",
-        width=0.25,
-        depth=0.5,
-        stem_stride=2,
-        batch=16,
-        epochs=2,
-        evals=3,
-    )
-    prepare_metastasis(dataclasses.replace(recipe, out=tmp_path))
-    module = "planaria.recipes.metastasis.train"
-    fault = "kill:worker=1,step=5,phase=backward"
-    compare(recipe, module=module, fault=fault, out=tmp_path)
 
 
 def test_features_and_an_early_end(tmp_path: Path) -> None:
