@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -140,7 +140,7 @@ class Predict:
     """Tiles per forward pass."""
     page_px: int = 2048
     """Longest side of the slide inside each page."""
-    origin: str = "bounds"
+    origin: Literal["bounds", "level0"] = "bounds"
     """Origin of the GeoJSON: bounds (QuPath) or level0."""
     slide_mpp: float | None = None
     """µm per level-0 pixel of every slide, over what the files say."""
@@ -156,6 +156,10 @@ class Predict:
         from planaria.pathology.predict import PredictConfig, predict_features, predict_slide
 
         config = PredictConfig(overlap=self.overlap, batch=self.batch)
+        if not 64 <= self.page_px <= 8192:
+            raise ConfigError(
+                f"page_px is {self.page_px}; 64 to 8192 px, all inside the page's file"
+            )
         card, model = load_bundle(self.model)
         self._check_features(wanted=card.features is not None)
         slides = find_slides(self.slides)

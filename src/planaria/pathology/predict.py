@@ -127,7 +127,7 @@ def predict_features(slide: Slide, *, card: ModelCard, model: nn.Module, path: P
         else:
             loss = grade_loss(card)
             each, value = loss.score(logits_KC), float(loss.score(whole)[0])
-    tiles = each.numpy().astype(np.float32)
+    tiles = _finite(each).numpy().astype(np.float32)
     rule = f"attention over the features of {found.count} tiles"
     if config.single:
         value = slide_probability(tiles)
@@ -205,7 +205,7 @@ def _metastasis(
     for batch in batched((tile for tile in stream if tile.kept), config.batch):
         pixels = torch.from_numpy(np.stack([tile.rgb for tile in batch]))
         probability = model(to_unit(pixels)).sigmoid().reshape(-1)
-        for tile, value in zip(batch, probability.tolist(), strict=True):
+        for tile, value in zip(batch, _finite(probability).tolist(), strict=True):
             values[tile.row, tile.column] = value
     found = values[~np.isnan(values)]
     heat = HeatMap(values=values, grid=grid, low=0.0, high=1.0, label="probability of tumour")
@@ -246,7 +246,7 @@ def _gleason(
     for index in range(config.shifts):
         shift = index * board.tiles // config.shifts
         pixels = fixed_board(stack.pixels, config=board, shift=shift)
-        scores.append(float(loss.score(model(_batch(pixels)))[0]))
+        scores.append(float(_finite(loss.score(model(_batch(pixels))))[0]))
     return heat, float(np.mean(scores)), count, rule
 
 
@@ -260,8 +260,18 @@ def _tile_grades(
     logits = network.logit_map(inner.correction(_batch(pixels)))
     # One average per place on the board.
     places = nn.functional.adaptive_avg_pool2d(logits, board.side)[0].flatten(1).T
-    grades = grade_loss(card).score(places)
+    grades = _finite(grade_loss(card).score(places))
     return iter(grades[: len(tiles)].tolist())
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """``scores`` as they are; DataError where one is NaN, which a map would show as glass."""
+    if not bool(torch.isfinite(scores).all()):
+        raise DataError(
+            "the model's scores are not finite: its weights are damaged, or its training diverged; "
+            "train it again"
+        )
+    return scores
 
 
 def _batch(pixels: NDArray[np.uint8]) -> Tensor:

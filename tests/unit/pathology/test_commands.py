@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from planaria.errors import DataError
+from planaria.errors import ConfigError, DataError
 from planaria.pathology.bundle import load_bundle
 from planaria.pathology.commands import Info, Predict, Tile, main
 from planaria.pathology.folder import find_slides, read_mpp_table
@@ -250,6 +251,29 @@ def test_rules_from_tiles_to_slides(metastasis_model: Path, gleason_model: Path)
     assert [decide(s, card=card) for s in (None, 0.49, 0.5)] == ["no tissue", "no tumour", "tumour"]
     card, _ = load_bundle(gleason_model)
     assert [decide(s, card=card) for s in (0.2, 2.5, 4.9)] == ["ISUP 0", "ISUP 3", "ISUP 5"]
+
+
+def test_a_model_that_gives_nan_is_not_taken_for_glass(
+    metastasis_model: Path, gleason_model: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    slide = write_pyramid(tmp_path / "a.tif", tissue_pixels(400, 300, box=(0, 0, 300, 300)))
+    for good in (metastasis_model, gleason_model):
+        model = tmp_path / good.name
+        shutil.copytree(good, model)
+        state = torch.load(model / "model.pt", weights_only=True)
+        for tensor in state.values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        torch.save(state, model / "model.pt")
+        lines: list[str] = []
+        command = Predict(slides=(slide,), model=model, out=tmp_path / "out", page_px=256)
+        assert command.run(lines.append) == 1
+        assert lines[0].startswith("[1/1] a.tif: failed: the model's scores are not finite: its")
+    for size in (0, 100_000):
+        with pytest.raises(ConfigError, match=rf"page_px is {size}; 64 to 8192 px, all inside the"):
+            Predict(slides=(slide,), model=model, out=tmp_path, page_px=size).run(lines.append)
 
 
 def test_wrong_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
