@@ -32,7 +32,7 @@ ROWS = ROOT / "docs" / "results" / "raw" / "pathology_speed.json"
 SIDES = (20_480, 40_960)
 
 MEMORY = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 from planaria.pathology.commands import Predict, Tile
 slide, out, model = map(Path, sys.argv[2:5])
@@ -41,7 +41,9 @@ if sys.argv[1] == "tile":
     code = Tile(slides=(slide,), out=out, mpp=0.5, px=256).run(lambda line: None)
 else:
     code = Predict(slides=(slide,), out=out, model=model).run(lambda line: None)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+# Not ru_maxrss: that counts what the parent held when it forked.
+status = Path("/proc/self/status").read_text()
+peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
 marker = next(out.glob("*/*s.json" if sys.argv[1] == "tile" else "*/prediction.json"))
 facts = json.loads(marker.read_text())
 tiles = facts["counts"]["tissue"] if sys.argv[1] == "tile" else facts["tiles"]
@@ -161,11 +163,11 @@ def _ours(slide: Any, places: list[tuple[int, int, int]], *, level: int) -> dict
     return {"enough": int(enough), "per_s": len(places) / seconds}
 
 
-def write_large(path: Path, *, side: int) -> None:
-    """A pyramid of ``side`` px from one synthetic node over and over, written tile by tile."""
+def write_large(path: Path, *, side: int, node: int = 2048) -> None:
+    """A pyramid of ``side`` px from one synthetic node of ``node`` px over and over, tile by tile."""
     from planaria.pathology.synthetic.node import node_slide
 
-    rgb, _, _ = node_slide(seed=0, size=(2048, 2048))
+    rgb, _, _ = node_slide(seed=0, size=(node, node))
     common = {"tile": (256, 256), "compression": "jpeg", "photometric": "rgb", "metadata": None}
     with tifffile.TiffWriter(path, bigtiff=True) as writer:
         for down in (1, 4):

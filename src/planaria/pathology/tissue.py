@@ -36,7 +36,7 @@ class TissueConfig:
 
     mpp: float = 8.0
     """µm/px at which the slide's mask is made; a gland is some ten pixels wide."""
-    max_px: int = 2048
+    max_px: int = 1536
     """Longest side of the mask; a larger slide gets a coarser mask, so memory stays flat."""
     saturation_floor: float = 0.06
     """Otsu's threshold is not taken below this; glass scans at up to 0.05."""
