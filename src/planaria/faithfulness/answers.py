@@ -107,7 +107,8 @@ def _trim(value: str) -> str:
 _UNIT = re.compile(
     r"^(?P<number>[-+]?\s*[$€£¥₹]?\s*[-+]?\(?[\d.,/\s]*\d(?:\.(?!\w))?\)?)"
     r"\s*(?P<percent>%|percent\b|per cent\b)?"
-    r"\s*(?P<unit>(?:[^\W\d_][^\W_]*[./²³^'’-]*\s*){0,5})\.?$"
+    # Possessive: a long word cannot be tried in every division into five.
+    r"\s*(?P<unit>(?:[^\W\d_][^\W_]*+[./²³^'’-]*+\s*+){0,5})\.?$"
 )
 _CHOICE = re.compile(r"^[\(\[]?\s*([A-Za-z])\s*(?:[\)\]](?:\s*[.:]?\s*\S.*)?|[.:]\s*\S.*|\.)?$")
 _FLIP = re.compile(r"^\s*(true|false|yes|no|valid|invalid)\b", re.IGNORECASE)

@@ -68,8 +68,9 @@ class Tick:
 class Report:
     """Scores of a set and what they rest on."""
 
-    scores: tuple[ChainScore, ...]
-    """One score per chain, in order, corrected by the null control."""
+    scores: tuple[ChainScore, ...] = field(repr=False)
+    """One score per chain, in order, corrected by the null control. Not in the ``repr``, which
+    ``asyncio.run`` makes of a result and throws away."""
     usage: Usage
     """Spent in this run."""
     counts: dict[str, int] = field(default_factory=dict)
