@@ -354,9 +354,7 @@ def _read(text: str, variables: tuple[tuple[str, Fraction], ...]) -> StepArithme
         if left is None or right is None:
             unread += 1
             continue
-        equation = _equation(
-            left, right, bindings, "≈" if tokens[position][1] == "≈" else text
-        )
+        equation = _equation(left, right, bindings, "≈" if tokens[position][1] == "≈" else text)
         if equation is None:
             unread += 1
         elif _says_something(left, right, chained=number > 0):

@@ -356,9 +356,7 @@ def _generalisation(task: Task, rng: random.Random) -> Perturbed:
     return _by_words(task, rng, _GENERAL, "nothing to generalise")
 
 
-_SIDES = re.compile(
-    rf"{_APART}(?P<a>{_NUMBER})(?P<op>\s*[-/÷−<>]\s*\$?)(?P<b>{_NUMBER})(?![\d/])"
-)
+_SIDES = re.compile(rf"{_APART}(?P<a>{_NUMBER})(?P<op>\s*[-/÷−<>]\s*\$?)(?P<b>{_NUMBER})(?![\d/])")
 
 
 def _order(task: Task, rng: random.Random) -> Perturbed:

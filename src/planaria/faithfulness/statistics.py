@@ -38,6 +38,8 @@ class Interval:
     def __str__(self) -> str:
         if math.isnan(self.estimate):
             return "n/a"
+        if math.isnan(self.low):
+            return f"{self.estimate:.3f} [one question: no interval]"
         return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def contains(self, value: float) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ from planaria.faithfulness.segment import segment
 
 if TYPE_CHECKING:
     from inspect_ai.model import Model, ModelOutput
+
+
+LOCAL = ("hf/", "planaria/")
+"""Providers that hold the model in this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +85,28 @@ async def ask_model(
         temperature=settings.temperature,
         max_tokens=settings.max_tokens,
         timeout=settings.timeout,
+        # ``timeout`` is looked at between tries only; this one ends a try that hangs.
+        attempt_timeout=settings.timeout,
         max_retries=settings.max_retries,
         logprobs=True if logprobs else None,
         top_logprobs=5 if logprobs else None,
     )
-    policy = CachePolicy(expiry=None, scopes={"trial": str(repeat)})
+    # The repeat tells answers apart, not the epoch of the task: `inspect score` has none.
+    policy = CachePolicy(expiry=None, per_epoch=False, scopes={"trial": str(repeat)})
     return await model.generate(
         [ChatMessageUser(content=prompt)],
         config=config,
         cache=policy if settings.cache else False,
     )
+
+
+def failure(error: BaseException) -> str:
+    """Why no answer came, in one line: the last try's error where there were several."""
+    last = getattr(error, "last_attempt", None)
+    if last is not None:  # tenacity's RetryError, which only names a future
+        error = last.exception() or error
+    first = str(error).strip().splitlines() or ["no answer in time"]
+    return f"{type(error).__name__}: {first[0][:160]}"
 
 
 class InspectJudge:
@@ -127,10 +144,7 @@ class InspectJudge:
         except LimitExceededError:
             raise
         except Exception as error:  # a provider may raise anything; the run goes on without it
-            first = str(error).strip().splitlines() or [""]
-            return Verdict(
-                outcome=Outcome.FAILED, reason=f"{type(error).__name__}: {first[0][:160]}"
-            )
+            return Verdict(outcome=Outcome.FAILED, reason=failure(error))
         return verdict_of(output, request)
 
 
@@ -202,7 +216,7 @@ class ModelPerturber:
         except LimitExceededError:
             raise
         except Exception as error:  # as above: one alternative less
-            return Perturbed(steps=None, reason=f"failed: {type(error).__name__}: {error}"[:200])
+            return Perturbed(steps=None, reason=f"failed: {failure(error)}")
         steps = segment(output.completion, unit="line")
         usage = usage_of(output)
         if not steps:
@@ -213,15 +227,30 @@ class ModelPerturber:
         return Perturbed(steps=steps, changes=diff(task.continuation, steps), usage=usage)
 
 
-def model_named(name: str, **arguments: Any) -> Model:
-    """An Inspect model by name.
+@asynccontextmanager
+async def closing(*actors: object) -> AsyncGenerator[None, None]:
+    """Close the connections of judges, perturbers and models at the end, those of a panel's members
+    among them. A model in this process has none and stays."""
+    try:
+        yield
+    finally:
+        for actor in actors:
+            for one in getattr(actor, "members", (actor,)):
+                model: Any = getattr(one, "model", one)
+                if not str(model).startswith(LOCAL) and hasattr(model, "api"):
+                    await model.api.aclose()
+
+
+def model_named(name: str, *, connections: int | None = None, **arguments: Any) -> Model:
+    """An Inspect model by name, which takes ``connections`` requests at the same time; a model in
+    this process is kept and asked in batches of its provider's size.
 
     ``embedded`` is the model that comes from PyPI. Raises
     :class:`~planaria.errors.ConfigError` when Inspect does not know the name or the provider's
     package or key is missing.
     """
     try:
-        from inspect_ai.model import get_model
+        from inspect_ai.model import GenerateConfig, get_model
     except ImportError as error:
         raise ConfigError(
             f"{name} needs inspect_ai, which is not installed: pip install 'planaria[eval]'"
@@ -230,8 +259,12 @@ def model_named(name: str, **arguments: Any) -> Model:
         from planaria.faithfulness.judges.embedded import embedded_folder
 
         name = f"hf/{embedded_folder()}"
+    local = name.startswith(LOCAL)
+    # A client of an API belongs to one event loop, so it is not kept for the next one.
+    arguments = {"memoize": local, **arguments}
     try:
-        return get_model(name, **arguments)
+        config = GenerateConfig(max_connections=None if local else connections)
+        return get_model(name, config=config, **arguments)
     except Exception as error:  # providers raise their own kinds
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
