@@ -9,6 +9,8 @@ this adds to with --embedded-seconds. Everything else is computed here.
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from planaria.faithfulness.combine import cross_fit
 from planaria.faithfulness.control import correct
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.calculator import CalculatorJudge
-from planaria.faithfulness.judges.protocol import Verdict, decide
+from planaria.faithfulness.judges.panel import PanelJudge
 from planaria.faithfulness.meta import (
     Pair,
     ShorterJudge,
@@ -32,14 +34,14 @@ from planaria.faithfulness.meta import (
     meta_evaluate,
     pair_accuracy,
     pair_gain,
-    pairs_of,
 )
 from planaria.faithfulness.perturb import Kind, RulePerturber
 from planaria.faithfulness.readers import read_chains
 from planaria.faithfulness.run import score_chains
-from planaria.faithfulness.scores import ChainScore, Contrast, Settings
+from planaria.faithfulness.scores import ChainScore, Settings
 from planaria.faithfulness.select import Candidate, evaluate
-from planaria.faithfulness.statistics import Interval, mean_interval
+from planaria.faithfulness.statistics import Interval, auroc, mean_interval, resample
+from planaria.faithfulness.store import request_key
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "faith.md"
 
@@ -77,42 +79,129 @@ def percent(value: Interval) -> str:
     return f"{100 * value.estimate:.1f} % [{100 * value.low:.1f}, {100 * value.high:.1f}]"
 
 
+def measures(scores: Sequence[ChainScore]) -> list[tuple[object, ...]]:
+    """Rows of a table of agreement with labels."""
+    return [(m.name, m.value, m.value.n, m.left_out) for m in meta_evaluate(scores).measures]
+
+
+MEASURES = ("measure", "value and 95 % interval", "n", "left out")
+
+
 async def arithmetic(data: Path) -> list[str]:
-    """BIG-Bench-Mistake, arithmetic."""
+    """BIG-Bench-Mistake, arithmetic: calculator, embedded, panel."""
     chains = read_chains(data / "mistake_arithmetic.jsonl").chains
-    found = meta_evaluate(await calculated(chains, Settings(splits=1)))
-    rows = [(m.name, m.value, m.value.n, m.left_out) for m in found.measures]
-    return [
+    scores = await calculated(chains, Settings(splits=1))
+    found = meta_evaluate(scores)
+    lines = [
         "## mistake_arithmetic, calculator",
         "",
         f"{len(chains)} chains. `_explained` leaves out the {len(found.unexplained)} chains whose "
         "final answer is wrong though no mistake is labelled.",
         "",
-        *table(("measure", "value and 95 % interval", "n", "left out"), rows),
+        *table(MEASURES, measures(scores)),
         "Chains with a wrong answer and no labelled mistake: " + ", ".join(found.unexplained) + ".",
         "",
     ]
+    rows = embedded.Rows()
+    model, panel, some = await both(chains, rows)
+    if not some:
+        return lines
+    how = (
+        f"{len(some)} of {len(chains)} chains (a random order), one split, the next step only. "
+        "R = C · F*. The embedded model does not verify steps; as a stand-in for it: the least "
+        "probable step of a chain, by mean log-probability per token."
+    )
+    judged = {s.chain.id: s for s in scores}
+    calculator = [judged[chain.id] for chain in some]
+    return [
+        *lines,
+        "## mistake_arithmetic, embedded and panel",
+        "",
+        how,
+        "",
+        *table(
+            ("judge", "measure", "value and 95 % interval", "n"),
+            [
+                *ranking("calculator", calculator),
+                *ranking("embedded", model),
+                *ranking("panel", panel),
+                *least_probable(some, rows),
+            ],
+        ),
+    ]
 
 
-def rebuilt(chain: Chain, row: dict[str, Any]) -> ChainScore:
-    """A score from a raw row."""
-    contrasts = tuple(
-        Contrast(
-            split=split,
-            kind=Kind.PARAPHRASE if null else Kind(kind),
-            control_of=Kind(kind) if null else None,
-            win=win,
-            longer=longer,
-        )
-        for split, kind, null, win, longer in row["contrasts"]
+def ranking(name: str, scores: Sequence[ChainScore]) -> list[tuple[object, ...]]:
+    """What C, F*, R and, where steps were verified, the flaw score say of flawed chains."""
+    out: list[tuple[object, ...]] = []
+    for label, of in (
+        ("AUROC of flawed chains by 1 - C", lambda s: s.consistency),
+        ("AUROC of flawed chains by 1 - F*", lambda s: s.faithfulness),
+        ("AUROC of flawed chains by 1 - R", lambda s: s.reliability),
+        ("AUROC of flawed chains by steps", lambda s: None if s.flaw is None else 1 - s.flaw),
+    ):
+        known = [
+            (1 - of(s), s)
+            for s in scores
+            if of(s) is not None and s.chain.labels.flawed is not None
+        ]
+        if known:
+            value = area([v for v, _ in known], [s for _, s in known])
+            out.append((name, label, value, value.n))
+    flawed = [s for s in scores if s.chain.labels.flawed and s.flaw is not None]
+    if flawed:
+        right = [float(s.breaks_at == s.chain.labels.first_wrong) for s in flawed]
+        value = mean_interval(right, clusters=[s.chain.question_id for s in flawed])
+        out.append((name, "first wrong step named", value, value.n))
+    return out
+
+
+def area(values: Sequence[float], scores: Sequence[ChainScore]) -> Interval:
+    """AUROC for flawed chains, by question."""
+    flawed = [bool(s.chain.labels.flawed) for s in scores]
+    return resample(
+        lambda weights: auroc(values, flawed, weights=weights),
+        clusters=[s.chain.question_id for s in scores],
     )
-    wins = [c.win for c in contrasts if c.win is not None and c.kind is not Kind.PARAPHRASE]
-    return ChainScore(
-        chain=chain,
-        consistency=row["c"],
-        win_rate=sum(wins) / len(wins) if wins else None,
-        contrasts=contrasts,
+
+
+def least_probable(chains: Sequence[Chain], rows: embedded.Rows) -> list[tuple[object, ...]]:
+    """The least probable step as the wrong one."""
+    known = [c for c in chains if embedded.step_key(c) in rows.rows]
+    means = [rows.rows[embedded.step_key(chain)] for chain in known]
+    scores = [ChainScore(chain=chain) for chain in known]
+    value = area([-min(steps) for steps in means], scores)
+    flawed = [(c, m) for c, m in zip(known, means, strict=True) if c.labels.flawed]
+    named = mean_interval(
+        [float(steps.index(min(steps)) == chain.labels.first_wrong) for chain, steps in flawed],
+        clusters=[chain.question_id for chain, _ in flawed],
     )
+    chance = mean_interval(
+        [1 / len(steps) for _, steps in flawed],
+        clusters=[chain.question_id for chain, _ in flawed],
+    )
+    return [
+        ("embedded", "AUROC of flawed chains by the least probable step", value, value.n),
+        ("embedded", "least probable step is the first wrong one", named, named.n),
+        ("", "a step drawn at random is", chance, chance.n),
+    ]
+
+
+async def both(
+    chains: Sequence[Chain], rows: embedded.Rows
+) -> tuple[list[ChainScore], list[ChainScore], list[Chain]]:
+    """Embedded and the panel of it and the calculator on the chains that were measured."""
+    kept = embedded.Kept(rows)
+    panel = PanelJudge([CalculatorJudge(), kept])
+    one: list[ChainScore] = []
+    two: list[ChainScore] = []
+    for chain in chains:
+        score = await embedded.kept_score(chain, kept)
+        joint = None if score is None else await embedded.kept_score(chain, panel)
+        if score is not None and joint is not None:
+            one.append(score)
+            two.append(joint)
+    return correct(one), correct(two), [score.chain for score in one]
 
 
 def candidates_of(scores: Sequence[ChainScore]) -> list[Candidate]:
@@ -140,29 +229,12 @@ def selections(title: str, note: str, scores: Sequence[ChainScore], fit: bool) -
     return [f"## {title}", "", note, "", *table(head, rows)]
 
 
-def panel_of(one: Sequence[ChainScore], other: Sequence[ChainScore]) -> list[ChainScore]:
-    """The panel from two judges' scores: means of what is known."""
-    out: list[ChainScore] = []
-    for a, b in zip(one, other, strict=True):
-        values: dict[str, float | None] = {}
-        for name in ("consistency", "faithfulness"):
-            known = [v for v in (getattr(a, name), getattr(b, name)) if v is not None]
-            values[name] = sum(known) / len(known) if known else None
-        out.append(
-            replace(a, consistency=values["consistency"], faithfulness=values["faithfulness"])
-        )
-    return out
-
-
 async def gsm8k(data: Path) -> list[str]:
     """Selection among graded chains, and the null control."""
     chains = read_chains(data / "gsm8k_graded_chains.jsonl").chains
     start = time.process_time()
     scores = await calculated(chains, Settings())
     seconds = time.process_time() - start
-    start = time.process_time()
-    await calculated(chains, Settings(splits=1, horizon=1))
-    quick = time.process_time() - start
     lines = selections(
         "GSM8K graded chains, calculator",
         f"{len(chains)} chains of {len({c.question_id for c in chains})} questions, no model at "
@@ -172,28 +244,23 @@ async def gsm8k(data: Path) -> list[str]:
         True,
     )
     lines += [
-        f"Scoring all {len(chains)} chains with the calculator took {seconds:.1f} s of processor "
-        f"time with three splits and five kinds, {quick:.1f} s with one split and the next step.",
+        f"Scoring all {len(chains)} chains with the calculator (three splits, five kinds, every "
+        f"step verified) took {seconds:.1f} s of processor time of one core.",
         "",
     ]
-    rows = embedded.done(embedded.CHAINS)
-    by_question = Counter(row["question"] for row in rows.values())
+    model, panel, every = await both(chains, embedded.Rows())
+    by_question = Counter(chain.question_id for chain in every)
     whole = {q for q, n in by_question.items() if n == 4}
-    some = [c for c in chains if c.question_id in whole and c.id in rows]
-    if not some:
+    if not whole:
         return lines
-    model = correct([rebuilt(chain, rows[chain.id]) for chain in some])
-    calculator = [s for s in scores if s.chain.id in {c.id for c in some}]
-    subset = f"A random {len(whole)} of the 400 questions; the rest was not measured."
-    lines += selections("GSM8K, embedded", subset, model, len(whole) >= 30)
-    lines += selections(
-        "GSM8K, panel of calculator and embedded",
-        subset + " Means of the two judges' C and F*.",
-        panel_of(calculator, model),
-        len(whole) >= 30,
-    )
-    every = [rebuilt(c, rows[c.id]) for c in chains if c.id in rows]
-    return lines + null_control(every)
+    subset = f"A random {len(whole)} of the 400 questions, one split, the next step only."
+    for title, some in (
+        ("GSM8K, embedded", model),
+        ("GSM8K, panel of calculator and embedded", panel),
+    ):
+        here = [s for s in some if s.chain.question_id in whole]
+        lines += selections(title, subset, here, len(whole) >= 30)
+    return lines + null_control(model)
 
 
 def null_control(scores: Sequence[ChainScore]) -> list[str]:
@@ -227,24 +294,22 @@ def null_control(scores: Sequence[ChainScore]) -> list[str]:
 
 
 async def prmbench(data: Path) -> list[str]:
-    """Pairs by the embedded model and its controls."""
-    every, dropped = pairs_of(read_chains(data / "prmbench_pairs.jsonl").chains)
-    rows = embedded.done(embedded.PAIRS)
-    pairs = [pair for pair in every if pair.id in rows]
+    """Pairs by the embedded model, its controls, and the panel with the calculator."""
+    every, dropped = embedded.pairs_in(data)
+    rows = embedded.Rows()
+    kept, blind = (embedded.Kept(rows, context=context) for context in (True, False))
+    pairs = [
+        pair
+        for pair in every
+        if all(request_key(k.name, pair.request) in rows.rows for k in (kept, blind))
+    ]
     if not pairs:
         return []
-
-    def values(field: str) -> list[float]:
-        two = [rows[pair.id][field] for pair in pairs]
-        return [1.0 if a > b else 0.0 if a < b else 0.5 for a, b in two]
-
-    context, alone = values("context"), values("alone")
+    context = await judge_pairs(pairs, judge=kept)
+    alone = await judge_pairs(pairs, judge=blind)
     shorter = await judge_pairs(pairs, judge=ShorterJudge())
     calculator = await judge_pairs(pairs, judge=CalculatorJudge())
-    panel = [
-        a if b is None or b == 0.5 else (a + b) / 2
-        for a, b in zip(context, calculator, strict=True)
-    ]
+    panel = await judge_pairs(pairs, judge=PanelJudge([CalculatorJudge(), kept]))
     out = [
         ("embedded", pair_accuracy(pairs, context), ""),
         (
@@ -254,7 +319,7 @@ async def prmbench(data: Path) -> list[str]:
         ),
         ("control: the shorter wins", pair_accuracy(pairs, shorter), gain(pairs, context, shorter)),
         ("calculator (undecided left out)", pair_accuracy(pairs, calculator), ""),
-        ("panel of both", pair_accuracy(pairs, panel), ""),
+        ("panel of both", pair_accuracy(pairs, panel), gain(pairs, context, panel)),
     ]
     by_class: list[tuple[object, ...]] = []
     for kind in sorted({pair.kind for pair in pairs}):
@@ -284,18 +349,6 @@ def gain(pairs: Sequence[Pair], one: Sequence[float | None], other: Sequence[flo
     return str(pair_gain(pairs, one, other))
 
 
-class Slow(CalculatorJudge):
-    """A stub of fixed latency."""
-
-    name = "slow/1"
-    concurrent = True
-
-    async def ask(self, requests: Sequence[Any]) -> list[Verdict]:
-        """After two seconds."""
-        await asyncio.sleep(2.0)
-        return [decide(0.9, "slow") for _ in requests]
-
-
 async def throughput() -> list[str]:
     """What Inspect can send, and what a latency of 2 s at 64 connections allows."""
     from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage, get_model
@@ -308,7 +361,9 @@ async def throughput() -> list[str]:
     async def outputs(messages: Any, tools: Any, choice: Any, config: Any) -> ModelOutput:
         if latency["s"]:
             await asyncio.sleep(latency["s"])
-        output = ModelOutput.from_content("mockllm/model", "Verdict: right")
+        text = messages[-1].text
+        says = "A" if "Continuation A" in text else "yes" if "lead to the" in text else "right"
+        output = ModelOutput.from_content("mockllm/model", f"Verdict: {says}")
         output.usage = ModelUsage(input_tokens=9, output_tokens=3, total_tokens=12)
         return output
 
@@ -319,21 +374,55 @@ async def throughput() -> list[str]:
         memoize=False,
     )
     judge = InspectJudge(model)
-    requests = [Verify(question="q", prefix=(), step=f"step {i}") for i in range(640)]
-    start = time.monotonic()
-    await judge.ask(requests)
-    waited = time.monotonic() - start
+
+    async def sent(count: int) -> float:
+        requests = [Verify(question="q", prefix=(), step=f"step {i}") for i in range(count)]
+        start = time.monotonic()
+        await judge.ask(requests)
+        return time.monotonic() - start
+
+    first = await sent(1) - 2.0
+    waited = await sent(1280)
+    chains = [
+        Chain(
+            question=f"Ann has {i + 9} eggs and eats 7. She sells the rest for $2 each. How much?",
+            steps=(
+                f"{i + 9} - 7 = {i + 2} eggs are left.",
+                f"So {i + 2} * 2 = {2 * i + 4} dollars.",
+            ),
+            answer=str(2 * i + 4),
+        )
+        for i in range(75)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        report = await score_chains(
+            chains, judge=judge, perturber=RulePerturber(), out=Path(folder) / "run"
+        )
+        scoring = time.monotonic() - start
+    calls = report.usage.calls
     latency["s"] = 0.0
-    start = time.monotonic()
-    await judge.ask(requests)
-    bare = len(requests) / (time.monotonic() - start)
-    allowed = 2.0 * len(requests) / 64
+    bare = 1280 / await sent(1280)
+    allowed, wanted = 2.0 * 1280 / 64, 2.0 * calls / 64
+    rows = [
+        ("1,280 requests to one judge", 1280, f"{waited:.1f} s", f"{100 * allowed / waited:.0f} %"),
+        (
+            f"`score_chains` of {len(chains)} chains, journal and report written",
+            calls,
+            f"{scoring:.1f} s",
+            f"{100 * wanted / scoring:.0f} %",
+        ),
+    ]
     return [
         "## Throughput",
         "",
-        f"640 calls through Inspect to a stub of 2 s latency with 64 connections: {waited:.1f} s, "
-        f"{100 * allowed / waited:.0f} % of what the latency allows ({allowed:.0f} s). Inspect's "
-        f"own ceiling, the same calls without latency: {bare:.0f} calls/s. Two shared cores.",
+        "Through Inspect to a stub of 2 s latency with 64 connections. The latency allows 32 calls a "
+        f"second. The first call of a process is not in it: it took {first:.1f} s more than its "
+        "latency, which Inspect spends on imports.",
+        "",
+        *table(("what", "calls", "wall time", "of what the latency allows"), rows),
+        f"Inspect's own ceiling, the same calls without latency: {bare:.0f} calls/s. Load average "
+        f"of the two cores while it was measured: {os.getloadavg()[0]:.1f}.",
         "",
     ]
 

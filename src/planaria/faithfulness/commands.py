@@ -202,7 +202,11 @@ class Select:
 
         note(f"sampling {self.n} chains for each of {len(questions)} questions")
         self.out.mkdir(parents=True, exist_ok=True)
-        model = model_named(self.model, connections=self.judging.connections)
+        model = model_named(
+            self.model,
+            connections=self.judging.connections,
+            temperature=self.sampling_temperature,
+        )
         settings = ModelSettings(
             temperature=self.sampling_temperature,
             max_tokens=self.max_tokens,

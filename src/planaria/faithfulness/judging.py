@@ -144,7 +144,9 @@ def judge_named(name: str, *, judging: Judging | None = None) -> Judge:
                 timeout=options.timeout,
                 max_retries=options.max_retries,
             )
-            model = model_named(part, connections=options.connections)
+            model = model_named(
+                part, connections=options.connections, temperature=options.temperature
+            )
             members.append(InspectJudge(model, settings=settings))
     return members[0] if len(members) == 1 else PanelJudge(members)
 
@@ -167,7 +169,7 @@ def perturber_named(*, judging: Judging) -> Perturber:
         timeout=judging.timeout,
         max_retries=judging.max_retries,
     )
-    model = model_named(name, connections=judging.connections)
+    model = model_named(name, connections=judging.connections, temperature=judging.temperature)
     return ModelPerturber(model, settings=settings)
 
 

@@ -152,7 +152,7 @@ def diff(original: tuple[str, ...], alternative: tuple[str, ...]) -> tuple[Chang
 def normal(steps: tuple[str, ...]) -> str:
     """Text without what carries no meaning: case, spaces, punctuation at the ends."""
     text = " ".join(plain_digits(step) for step in steps).casefold()
-    return re.sub(r"\s+", "", re.sub(r"[.!;:,]+(?=\s|$)", "", text))
+    return re.sub(r"\s+", "", re.sub(r"(?<![.!;:,])[.!;:,]++(?=\s|$)", "", text))
 
 
 def _replaced(

@@ -123,18 +123,15 @@ def _table(file: Path, format: str) -> tuple[list[Chain], list[Problem], str]:
 
 
 def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
-    """Rows of a ``.jsonl`` or ``.json`` file with their number; a string says what is wrong."""
+    """Rows of a ``.jsonl`` or ``.json`` file with their number; a string says what is wrong.
+
+    A file is one JSON value (a list, one object, or an object whose one list holds the rows), or
+    has an object a line.
+    """
     text = file.read_text(encoding="utf-8-sig", errors="replace")
-    stripped = text.lstrip()
-    if stripped.startswith("["):
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{file.name} is no JSON list ({error.msg} at line {error.lineno}): mend it or "
-                "write one object a line"
-            ) from error
-        for number, row in enumerate(data, start=1):
+    whole = _whole(text)
+    if whole is not None:
+        for number, row in enumerate(whole, start=1):
             yield number, (row if isinstance(row, dict) else f"{str(row)[:40]!r} is no object")
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -142,10 +139,29 @@ def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             yield number, f"no JSON ({error}): {line[:40]!r}"
             continue
         yield number, (row if isinstance(row, dict) else f"{line[:40]!r} is no object")
+
+
+def _whole(text: str) -> list[Any] | None:
+    """The rows of a text that is one JSON value; None for one that has a value a line."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # several lines, or broken: then each line says why
+    if isinstance(data, dict):
+        lists = [value for value in data.values() if _holds_rows(value)]
+        known = recognise(data) is not None
+        return lists[0] if len(lists) == 1 and not known else [data]
+    return data
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def read_questions(path: str | Path, *, limit: int = 0) -> tuple[list[Question], list[Problem]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planaria.errors import ConfigError
-from planaria.faithfulness.chains import Chain, digest
+from planaria.faithfulness.chains import Chain, digest, sound
 from planaria.faithfulness.judges.protocol import Judge, abstain
 from planaria.faithfulness.run import (
     Estimate,
@@ -229,7 +229,7 @@ def _asker(judge: InspectJudge, journal: Journal, spending: Spending) -> Ask:
             except Exception:  # the released code goes on with an empty text
                 return ""
             turn.usage = usage_of(output)
-        text = output.completion.strip()
+        text = sound(output.completion.strip())
         journal.put(key, {"text": text})
         return text
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
-from planaria.faithfulness.chains import Chain, Question, digest
+from planaria.faithfulness.chains import Chain, Question, digest, sound
 from planaria.faithfulness.formats import from_completion
 from planaria.faithfulness.judges.models import ModelSettings, ask_model, failure, usage_of
 from planaria.faithfulness.store import Journal, Spending
@@ -75,7 +75,7 @@ async def sample_chains(
             logprobs = output.choices[0].logprobs if output.choices else None
             values = [token.logprob for token in logprobs.content] if logprobs else []
             fresh: dict[str, Any] = {
-                "text": output.completion,
+                "text": sound(output.completion),
                 "stop": output.stop_reason,
                 "certainty": sum(values) / len(values) if values else None,
             }

@@ -12,10 +12,12 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
+from planaria.faithfulness.chains import sound
 from planaria.faithfulness.judges.protocol import (
     Compare,
     Outcome,
@@ -151,7 +153,7 @@ class InspectJudge:
 def verdict_of(output: ModelOutput, request: Request) -> Verdict:
     """The verdict in a model's output: by log-probabilities when they are there, else by text."""
     usage = usage_of(output)
-    text = output.completion.strip()
+    text = sound(output.completion.strip())
     if not text:
         why = f"an empty answer ({output.stop_reason})"
         return Verdict(outcome=Outcome.UNPARSED, reason=why, usage=usage)
@@ -217,7 +219,7 @@ class ModelPerturber:
             raise
         except Exception as error:  # as above: one alternative less
             return Perturbed(steps=None, reason=f"failed: {failure(error)}")
-        steps = segment(output.completion, unit="line")
+        steps = segment(sound(output.completion), unit="line")
         usage = usage_of(output)
         if not steps:
             return Perturbed(steps=None, reason="the model wrote nothing", usage=usage)
@@ -241,13 +243,15 @@ async def closing(*actors: object) -> AsyncGenerator[None, None]:
                     await model.api.aclose()
 
 
-def model_named(name: str, *, connections: int | None = None, **arguments: Any) -> Model:
+def model_named(
+    name: str, *, connections: int | None = None, temperature: float = 1.0, **arguments: Any
+) -> Model:
     """An Inspect model by name, which takes ``connections`` requests at the same time; a model in
     this process is kept and asked in batches of its provider's size.
 
-    ``embedded`` is the model that comes from PyPI. Raises
-    :class:`~planaria.errors.ConfigError` when Inspect does not know the name or the provider's
-    package or key is missing.
+    ``embedded`` is the model that comes from PyPI; ``hf/OUT`` takes the model that ``planaria train
+    llm`` left in ``OUT``. Raises :class:`~planaria.errors.ConfigError` when Inspect does not know
+    the name or the provider's package or key is missing.
     """
     try:
         from inspect_ai.model import GenerateConfig, get_model
@@ -259,9 +263,14 @@ def model_named(name: str, *, connections: int | None = None, **arguments: Any) 
         from planaria.faithfulness.judges.embedded import embedded_folder
 
         name = f"hf/{embedded_folder()}"
+    trained = Path(name.removeprefix("hf/"), "model")
+    if name.startswith("hf/") and (trained / "config.json").is_file():
+        name = f"hf/{trained}"
     local = name.startswith(LOCAL)
     # A client of an API belongs to one event loop, so it is not kept for the next one.
     arguments = {"memoize": local, **arguments}
+    if local and temperature == 0:
+        arguments.setdefault("do_sample", False)  # transformers refuses to sample at 0
     try:
         config = GenerateConfig(max_connections=None if local else connections)
         return get_model(name, config=config, **arguments)
