@@ -93,11 +93,16 @@ class Kept:
         self.rows, self.scorer = rows, scorer
         self.judge = LikelihoodJudge(scorer, name=NAME, settings=settings)  # type: ignore[arg-type]
         self.name, self.answers = self.judge.name, self.judge.answers
+        self.later: list[Request] | None = None
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
-        """Verdicts; raises :class:`MissingError` for one that is neither kept nor askable."""
+        """Verdicts; raises :class:`MissingError` for one that is neither kept nor askable. While
+        ``later`` is a list, what is missing is put there instead."""
         keys = [request_key(self.name, request) for request in requests]
         missing = [i for i, key in enumerate(keys) if key not in self.rows.rows]
+        if missing and self.later is not None:
+            self.later += [requests[i] for i in missing]
+            return [abstain("later") for _ in requests]
         if missing and self.scorer is None:
             raise MissingError(keys[missing[0]])
         for i, verdict in zip(
@@ -120,6 +125,17 @@ async def kept_score(chain: Chain, judge: Judge) -> ChainScore | None:
         return await score_chain(chain, judge=judge, perturber=RulePerturber(), settings=SETTINGS)
     except MissingError:
         return None
+
+
+async def ask_at_once(chains: Sequence[Chain], judge: Kept) -> None:
+    """All that scoring these chains would ask, in one batch: what the chains of a question share is
+    computed once. No request depends on an earlier verdict."""
+    judge.later = []
+    for chain in chains:
+        await kept_score(chain, judge)
+    wanted, judge.later = list(dict.fromkeys(judge.later)), None
+    if wanted:
+        await judge.ask(wanted)
 
 
 def step_key(chain: Chain) -> str:
@@ -165,10 +181,9 @@ async def measure(config: Embedded) -> None:
             for judge in judges:
                 await judge_pairs([pair], judge=judge)
         if mistake is not None:
-            await kept_score(mistake, judges[0])
+            await ask_at_once([mistake], judges[0])
             measure_steps(mistake, rows, scorer)
-        for chain in by_question.get(question or "", ()):
-            await kept_score(chain, judges[0])
+        await ask_at_once(by_question.get(question or "", ()), judges[0])
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ def diff(original: tuple[str, ...], alternative: tuple[str, ...]) -> tuple[Chang
     )
 
 
+@lru_cache(maxsize=4096)
 def normal(steps: tuple[str, ...]) -> str:
     """Text without what carries no meaning: case, spaces, punctuation at the ends."""
     text = " ".join(plain_digits(step) for step in steps).casefold()

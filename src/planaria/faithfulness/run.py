@@ -159,18 +159,12 @@ async def score_chains(
                 seconds = time.monotonic() - started
                 progress(Tick(done=done, total=len(chains), usage=spending.usage, seconds=seconds))
 
-    workers = min(concurrency, len(chains)) if _concurrent(judge) else 1
+    workers = min(concurrency, len(chains)) if getattr(judge, "concurrent", False) else 1
     await asyncio.gather(*(worker() for _ in range(max(1, workers))))
     report = report_of(correct([score for score in results if score is not None]), spending.usage)
     if out is not None:
         write_report(report, out)
     return report
-
-
-def _concurrent(judge: Judge) -> bool:
-    if isinstance(judge, PanelJudge):
-        return any(_concurrent(member) for member in judge.members)
-    return bool(getattr(judge, "concurrent", False))
 
 
 def journaled(judge: Judge, journal: Journal, spending: Spending) -> Judge:

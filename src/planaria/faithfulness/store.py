@@ -149,6 +149,7 @@ class JournaledJudge:
         self.answers = judge.answers
         self.order_matters = judge.order_matters
         self.samples = judge.samples
+        self.concurrent = bool(getattr(judge, "concurrent", False))
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
         """Verdicts from the journal, the others from the judge; one by one where it is
@@ -162,7 +163,7 @@ class JournaledJudge:
                 missing.append(index)
             else:
                 out[index] = _verdict_of_row(row)
-        if getattr(self.judge, "concurrent", False):
+        if self.concurrent:
             parts = [[index] for index in missing]
         else:
             parts = [missing] if missing else []

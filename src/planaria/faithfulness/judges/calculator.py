@@ -148,12 +148,26 @@ def _facts(text: str, variables: tuple[tuple[str, Fraction], ...]) -> _Facts:
 
 @dataclass
 class _Reading:
-    """State while a chain is read: what may be used, and what variables hold."""
+    """State while a chain is read: what may be used, and what variables hold.
+
+    What a step names is looked for when the next one is read: nobody needs it of the last.
+    """
 
     allowed: frozenset[Exact]
     bindings: Mapping[str, Fraction]
+    pending: str = ""
+
+    def copy(self) -> _Reading:
+        self.settle()
+        return _Reading(allowed=self.allowed, bindings=self.bindings)
+
+    def settle(self) -> None:
+        if self.pending:
+            self.allowed = self.allowed | _mentioned(self.pending)
+            self.pending = ""
 
     def step(self, text: str) -> StepReport:
+        self.settle()
         facts = _facts(text, tuple(sorted(self.bindings.items())))
         fresh: set[Exact] = set()
         unsourced: list[Fraction] = []
@@ -170,7 +184,8 @@ class _Reading:
                     unsourced.append(value)
             fresh.update(known)
         self.bindings = facts.arithmetic.bindings
-        self.allowed = self.allowed | _mentioned(text) | fresh
+        self.allowed = self.allowed | fresh if fresh else self.allowed
+        self.pending = text
         return StepReport(
             arithmetic=facts.arithmetic,
             false=facts.false,
@@ -239,13 +254,12 @@ class CalculatorJudge:
         known = self._prefixes.get((question, prefix))
         if known is None:
             if prefix:
-                before = self._after(question, prefix[:-1])
-                known = _Reading(allowed=before.allowed, bindings=before.bindings)
+                known = self._after(question, prefix[:-1])
                 known.step(prefix[-1])
             else:
                 known = _Reading(allowed=given_values(question)[1], bindings={})
             self._prefixes[question, prefix] = known
-        return _Reading(allowed=known.allowed, bindings=known.bindings)
+        return known.copy()
 
     def _verify(self, request: Verify) -> Verdict:
         return step_verdict(self._after(request.question, request.prefix).step(request.step))

@@ -129,8 +129,18 @@ class InspectJudge:
         self.samples = s.temperature > 0
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
-        """One verdict per request, all requests at once."""
-        return list(await asyncio.gather(*(self._one(request) for request in requests)))
+        """One verdict per request, as many at once as the model has connections.
+
+        Inspect would queue the rest itself, but only after it has prepared all of them, and the
+        first answers would wait for that.
+        """
+        slots = asyncio.Semaphore(self.model.config.max_connections or len(requests) or 1)
+
+        async def one(request: Request) -> Verdict:
+            async with slots:
+                return await self._one(request)
+
+        return list(await asyncio.gather(*map(one, requests)))
 
     async def _one(self, request: Request) -> Verdict:
         from inspect_ai.util import LimitExceededError
