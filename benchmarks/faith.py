@@ -102,14 +102,13 @@ async def arithmetic(data: Path) -> list[str]:
         "Chains with a wrong answer and no labelled mistake: " + ", ".join(found.unexplained) + ".",
         "",
     ]
-    rows = embedded.Rows()
-    model, panel, some = await both(chains, rows)
+    model, panel, some = await both(chains, embedded.Rows())
     if not some:
         return lines
     how = (
         f"{len(some)} of {len(chains)} chains (a random order), one split, the next step only. "
-        "R = C · F*. The embedded model does not verify steps; as a stand-in for it: the least "
-        "probable step of a chain, by mean log-probability per token."
+        "R = C · F*. The embedded model does not verify steps, so the steps of the panel are the "
+        "calculator's."
     )
     judged = {s.chain.id: s for s in scores}
     calculator = [judged[chain.id] for chain in some]
@@ -125,7 +124,6 @@ async def arithmetic(data: Path) -> list[str]:
                 *ranking("calculator", calculator),
                 *ranking("embedded", model),
                 *ranking("panel", panel),
-                *least_probable(some, rows),
             ],
         ),
     ]
@@ -163,28 +161,6 @@ def area(values: Sequence[float], scores: Sequence[ChainScore]) -> Interval:
         lambda weights: auroc(values, flawed, weights=weights),
         clusters=[s.chain.question_id for s in scores],
     )
-
-
-def least_probable(chains: Sequence[Chain], rows: embedded.Rows) -> list[tuple[object, ...]]:
-    """The least probable step as the wrong one."""
-    known = [c for c in chains if embedded.step_key(c) in rows.rows]
-    means = [rows.rows[embedded.step_key(chain)] for chain in known]
-    scores = [ChainScore(chain=chain) for chain in known]
-    value = area([-min(steps) for steps in means], scores)
-    flawed = [(c, m) for c, m in zip(known, means, strict=True) if c.labels.flawed]
-    named = mean_interval(
-        [float(steps.index(min(steps)) == chain.labels.first_wrong) for chain, steps in flawed],
-        clusters=[chain.question_id for chain, _ in flawed],
-    )
-    chance = mean_interval(
-        [1 / len(steps) for _, steps in flawed],
-        clusters=[chain.question_id for chain, _ in flawed],
-    )
-    return [
-        ("embedded", "AUROC of flawed chains by the least probable step", value, value.n),
-        ("embedded", "least probable step is the first wrong one", named, named.n),
-        ("", "a step drawn at random is", chance, chance.n),
-    ]
 
 
 async def both(

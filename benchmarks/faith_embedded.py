@@ -21,7 +21,7 @@ from typing import Any
 
 import tyro
 
-from planaria.faithfulness.chains import Chain, digest
+from planaria.faithfulness.chains import Chain
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.embedded import NAME, embedded_folder, local_scorer
 from planaria.faithfulness.judges.likelihood import (
@@ -138,22 +138,6 @@ async def ask_at_once(chains: Sequence[Chain], judge: Kept) -> None:
         await judge.ask(wanted)
 
 
-def step_key(chain: Chain) -> str:
-    """Key of the mean log-probabilities of a chain's steps."""
-    return digest("steps", NAME, chain.question, *chain.steps)
-
-
-def measure_steps(chain: Chain, rows: Rows, scorer: Scorer) -> None:
-    """Mean log-probability of each step given question and prefix."""
-    if step_key(chain) in rows.rows or not chain.steps:
-        return
-    judge = LikelihoodJudge(scorer, name=NAME)
-    wanted = [
-        (judge.context(chain.question, chain.steps[:i]), step) for i, step in enumerate(chain.steps)
-    ]
-    rows.put(step_key(chain), [round(one.mean, 5) for one in scorer.score(wanted)])
-
-
 def pairs_in(data: Path) -> tuple[list[Pair], int]:
     """PRMBench's pairs, and how many were excluded."""
     return pairs_of(read_chains(data / "prmbench_pairs.jsonl").chains)
@@ -172,6 +156,9 @@ async def measure(config: Embedded) -> None:
     questions = sorted({chain.question_id for chain in graded})
     for some in (pairs, mistakes, questions):
         random.Random(0).shuffle(some)
+    pairs = [
+        p for p in pairs if any(request_key(j.name, p.request) not in rows.rows for j in judges)
+    ]
     by_question = {q: [c for c in graded if c.question_id == q] for q in questions}
     turns = itertools.zip_longest(pairs, mistakes, questions[: config.questions])
     for pair, mistake, question in turns:
@@ -182,7 +169,6 @@ async def measure(config: Embedded) -> None:
                 await judge_pairs([pair], judge=judge)
         if mistake is not None:
             await ask_at_once([mistake], judges[0])
-            measure_steps(mistake, rows, scorer)
         await ask_at_once(by_question.get(question or "", ()), judges[0])
 
 
