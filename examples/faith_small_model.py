@@ -36,7 +36,7 @@ def corpus(lines: int) -> str:
 def run(folder: Path) -> int:
     """The example; returns the exit code of the command line."""
     text, questions = folder / "sums.txt", folder / "questions.jsonl"
-    text.write_text(corpus(800), encoding="utf-8")
+    text.write_text(corpus(1500), encoding="utf-8")
     questions.write_text("\n".join(json.dumps(row) for row in QUESTIONS), encoding="utf-8")
     # The same as: planaria train llm --model llama-tiny --data sums.txt --out trained …
     train(
@@ -47,6 +47,7 @@ def run(folder: Path) -> int:
             out=folder / "trained",
             vocab_size=512,
             sequence=256,
+            held_out=0.1,
             batch=4,
             steps=3,
         )
