@@ -209,7 +209,14 @@ def _log_chains(file: Path) -> Iterator[Chain | str]:
             f"{file.name} is an Inspect log and inspect_ai is not installed: "
             "pip install 'planaria[eval]'"
         ) from error
-    for sample in read_eval_log(str(file)).samples or []:
+    try:
+        log = read_eval_log(str(file))
+    except Exception as error:  # a zip, JSON or schema error of whatever kind
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{file.name} is no Inspect log that can be read ({first}): was it written to its end?"
+        ) from error
+    for sample in log.samples or []:
         name = f"sample {sample.id} epoch {sample.epoch}"
         if sample.error is not None:
             yield f"{name} ended in an error: {sample.error.message[:80]}"

@@ -196,7 +196,10 @@ def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: 
         config["preset"] = preset
     path = out / "config.json"
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            before = {}
         different = sorted(k for k in {*config, *before} if before.get(k) != config.get(k))
         if different:
             raise ConfigError(
@@ -204,7 +207,12 @@ def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: 
                 "remove that folder"
             )
         return
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be made ({error.strerror}): choose another"
+        ) from error
     write_json(path, config)
     write_json(out / "prompts.json", prompts.templates())
 

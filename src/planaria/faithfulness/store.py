@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.chains import digest
 from planaria.faithfulness.judges.protocol import Judge, Outcome, Request, Usage, Verdict
 from planaria.faithfulness.perturb import Change, Perturbed, Perturber, Task
@@ -50,9 +50,16 @@ class Journal:
         """Write a row; the line is in the file when this returns."""
         row = {"key": key, **row}
         self._rows[key] = row
-        if self.path is not None:
+        if self.path is None:
+            return
+        try:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written ({error.strerror}): free space, then start the same "
+                "command again; what was paid for before is kept"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from planaria.errors import DataError
 from planaria.faithfulness.answers import Equality, answers_equal, find_answer
 from planaria.faithfulness.chains import Chain, Labels
-from planaria.faithfulness.commands import main
+from planaria.faithfulness.commands import file_named, main
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.calculator import CalculatorJudge
 from planaria.faithfulness.perturb import RulePerturber
-from planaria.faithfulness.readers import read_chains
+from planaria.faithfulness.readers import read_chains, read_questions
 from planaria.faithfulness.segment import looks_cut, segment
+from planaria.faithfulness.store import Journal
 
 TEXTS = {
     "digits": "4 / 12 = 0." + "3" * 8000,
@@ -105,3 +107,38 @@ def test_labels_that_are_no_labels(tmp_path: Path) -> None:
     assert [problem.line for problem in read.problems] == [1, 2]
     assert "labels are 0-based indices into the steps" in read.problems[0].reason
     assert read.chains[0].labels == Labels()
+
+
+def test_folders_and_files_that_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text("{half")
+    (tmp_path / "log.eval").write_text("junk")
+    for words, message in (
+        (["demo", "--out", str(tmp_path / "file" / "x")], "cannot be made (Not a directory)"),
+        (["demo", "--out", str(tmp_path / "half")], "holds a run with another judge, "),
+        ([str(tmp_path / "log.eval"), "--out", str(tmp_path / "r")], "is no Inspect log that can"),
+        (["demo", "--out", str(tmp_path / "r"), "--connections", "0"], "--connections is 0: give"),
+    ):
+        assert main(["score", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_a_full_disk_says_what_to_do() -> None:
+    journal = Journal(Path("/dev/full"))
+    with pytest.raises(
+        DataError, match=r"cannot be written \(No space left on device\): free space"
+    ):
+        journal.put("k", {"p": 1})
+
+
+def test_the_demonstration_can_be_sampled_by_question() -> None:
+    questions, problems = read_questions(file_named(Path("demo")))
+    assert [question.id for question in questions] == [
+        "bakery", "train", "garden", "library", "order", "savings",
+    ]  # fmt: skip
+    assert (problems, questions[0].reference) == ([], "6")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -285,8 +286,9 @@ def model_named(
         config = GenerateConfig(max_connections=None if local else connections)
         return get_model(name, config=config, **arguments)
     except Exception as error:  # providers raise their own kinds
-        first = str(error).strip().splitlines() or [type(error).__name__]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = re.sub(r"\[/?[a-z]+\]", "", " ".join(lines[:2]) or type(error).__name__)
         raise ConfigError(
-            f"no judge or model {name!r} ({first[0][:160]}): use calculator, embedded, "
+            f"no judge or model {name!r} ({why[:240]}): use calculator, embedded, "
             "likelihood:FOLDER, several joined by +, or an Inspect model such as openai/gpt-4o-mini"
         ) from error
