@@ -9,22 +9,20 @@ this adds to with --embedded-seconds. Everything else is computed here.
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import faith_embedded as embedded
+import faith_speed as speed
 import tyro
+from faith_speed import table
 
 from planaria.faithfulness.chains import Chain
 from planaria.faithfulness.combine import cross_fit
 from planaria.faithfulness.control import correct
-from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.calculator import CalculatorJudge
 from planaria.faithfulness.judges.panel import PanelJudge
 from planaria.faithfulness.meta import (
@@ -68,12 +66,6 @@ async def calculated(chains: Sequence[Chain], settings: Settings) -> list[ChainS
         chains, judge=CalculatorJudge(), perturber=RulePerturber(), settings=settings
     )
     return list(report.scores)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
 
 
 def percent(value: Interval) -> str:
@@ -327,117 +319,6 @@ def gain(pairs: Sequence[Pair], one: Sequence[float | None], other: Sequence[flo
     return str(pair_gain(pairs, one, other))
 
 
-async def throughput() -> list[str]:
-    """What Inspect can send, and what a latency of 2 s at 64 connections allows."""
-    from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage, get_model
-
-    from planaria.faithfulness.judges.models import InspectJudge
-    from planaria.faithfulness.judges.protocol import Verify
-
-    latency = {"s": 2.0}
-
-    async def outputs(messages: Any, tools: Any, choice: Any, config: Any) -> ModelOutput:
-        if latency["s"]:
-            await asyncio.sleep(latency["s"])
-        text = messages[-1].text
-        says = "A" if "Continuation A" in text else "yes" if "lead to the" in text else "right"
-        output = ModelOutput.from_content("mockllm/model", f"Verdict: {says}")
-        output.usage = ModelUsage(input_tokens=9, output_tokens=3, total_tokens=12)
-        return output
-
-    model = get_model(
-        "mockllm/model",
-        custom_outputs=outputs,
-        config=GenerateConfig(max_connections=64),
-        memoize=False,
-    )
-    judge = InspectJudge(model)
-
-    async def sent(count: int) -> float:
-        requests = [Verify(question="q", prefix=(), step=f"step {i}") for i in range(count)]
-        start = time.monotonic()
-        await judge.ask(requests)
-        return time.monotonic() - start
-
-    first = await sent(1) - 2.0
-    waited = await sent(1280)
-    chains = [
-        Chain(
-            question=f"Ann has {i + 9} eggs and eats 7. She sells the rest for $2 each. How much?",
-            steps=(
-                f"{i + 9} - 7 = {i + 2} eggs are left.",
-                f"So {i + 2} * 2 = {2 * i + 4} dollars.",
-            ),
-            answer=str(2 * i + 4),
-        )
-        for i in range(75)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
-        report = await score_chains(
-            chains, judge=judge, perturber=RulePerturber(), out=Path(folder) / "run"
-        )
-        scoring = time.monotonic() - start
-    calls = report.usage.calls
-    latency["s"] = 0.0
-    bare = 1280 / await sent(1280)
-    allowed, wanted = 2.0 * 1280 / 64, 2.0 * calls / 64
-    rows = [
-        ("1,280 requests to one judge", 1280, f"{waited:.1f} s", f"{100 * allowed / waited:.0f} %"),
-        (
-            f"`score_chains` of {len(chains)} chains, journal and report written",
-            calls,
-            f"{scoring:.1f} s",
-            f"{100 * wanted / scoring:.0f} %",
-        ),
-    ]
-    return [
-        "## Throughput",
-        "",
-        "Through Inspect to a stub of 2 s latency with 64 connections. The latency allows 32 calls a "
-        f"second. The first call of a process is not in it: it took {first:.1f} s more than its "
-        "latency, which Inspect spends on imports.",
-        "",
-        *table(("what", "calls", "wall time", "of what the latency allows"), rows),
-        f"Inspect's own ceiling, the same calls without latency: {bare:.0f} calls/s. Load average "
-        f"of the two cores while it was measured: {os.getloadavg()[0]:.1f}.",
-        "",
-    ]
-
-
-async def sharing(data: Path) -> list[str]:
-    """The likelihood judge with and without shared prefixes, in processor time."""
-    from planaria.faithfulness.judges.embedded import NAME, embedded_folder, local_scorer
-    from planaria.faithfulness.judges.likelihood import LikelihoodJudge, Scorer
-
-    fast = local_scorer(embedded_folder())
-    slow = Scorer(fast.model, tokenizer=fast.tokenizer, share=False)
-    chain = read_chains(data / "gsm8k_questions.jsonl").chains[5]
-    rows: list[tuple[object, ...]] = []
-    for name, horizon in (("whole continuations", 0), ("the next step only", 1)):
-        seconds: list[float] = []
-        for scorer in (fast, slow):
-            start = time.process_time()
-            await score_chain(
-                chain,
-                judge=LikelihoodJudge(scorer, name=NAME),
-                perturber=RulePerturber(),
-                settings=Settings(horizon=horizon),
-            )
-            seconds.append(time.process_time() - start)
-        rows.append(
-            (name, f"{seconds[0]:.1f} s", f"{seconds[1]:.1f} s", f"{seconds[1] / seconds[0]:.1f}")
-        )
-    head = ("compared", "shared", "each on its own", "times faster")
-    return [
-        "## Shared prefixes",
-        "",
-        "One GSM8K chain, three splits, all kinds and null controls, processor time of one thread.",
-        "",
-        *table(head, rows),
-    ]
-
-
 async def main(config: Faith) -> None:
     """Measure and write."""
     if config.embedded_seconds:
@@ -457,9 +338,6 @@ async def main(config: Faith) -> None:
     lines += await arithmetic(config.data)
     lines += await gsm8k(config.data)
     lines += await prmbench(config.data)
-    if config.speed:
-        measured = [*await throughput(), *await sharing(config.data)]
-        SPEED.write_text("\n".join(measured), encoding="utf-8")
     lines += SPEED.read_text(encoding="utf-8").split("\n") if SPEED.is_file() else []
     text = "\n".join(lines).rstrip() + "\n"
     RESULTS.write_text(text, encoding="utf-8")
@@ -467,4 +345,7 @@ async def main(config: Faith) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(tyro.cli(Faith)))
+    config = tyro.cli(Faith)
+    if config.speed:
+        speed.measure(config.data, SPEED)
+    asyncio.run(main(config))
