@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.optim.choice import SparseConfig
 from planaria.recipes.gleason import GleasonConfig
 from planaria.recipes.gleason import prepare as prepare_gleason
 from planaria.recipes.metastasis import MetastasisConfig
@@ -70,6 +71,7 @@ def test_metastasis(tmp_path: Path, fault: str) -> None:
 
 
 def test_gleason(tmp_path: Path) -> None:
+    """With models that drift apart: the best state is that of their mean."""
     recipe = GleasonConfig(
         synthetic=24,
         cache=tmp_path / "cache",
@@ -81,6 +83,8 @@ def test_gleason(tmp_path: Path) -> None:
         batch=3,
         epochs=4,
         evals=2,
+        optimizer="scape",
+        sparse=SparseConfig(unsent="local", density=0.25),
     )
     prepare_gleason(dataclasses.replace(recipe, out=tmp_path))
     module = "planaria.recipes.gleason.train"

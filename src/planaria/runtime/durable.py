@@ -8,6 +8,9 @@ there, so that a folder without ``.partial`` is complete and a fenced worker can
 What is saved: modules and optimizers under their qualified names, so that FSDP2 models load at
 another world size; everything else (random generators, cursors, scheduler, scaler, tally, and tensors
 that differ between workers though they bear one name, such as statistics of BatchNorm) per shard.
+An optimizer that lets peers' states differ saves what the next steps depend on, once for all peers
+(:class:`~planaria.runtime.memory.optstate.Portable`): a run that goes on from there is close to the
+one that was stopped, not equal to it.
 """
 
 from __future__ import annotations
@@ -33,9 +36,13 @@ from planaria.comm import buckets
 from planaria.comm.buckets import ddp_modules
 from planaria.errors import CheckpointError, CommError
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
+from planaria.runtime.memory.optstate import OptimizerPart, Portable
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.placements import local
 from planaria.runtime.memory.restoring import leave_iteration
 
+_PORTABLE = "portable"
+"""Key of the optimizers, by part, that have a form of their own for the disk."""
 _ALONE = "alone"
 """Key of the tensors that a shard alone holds: DCP keeps one copy of what bears one name."""
 _BUCKETS = "buckets"
@@ -179,11 +186,15 @@ class DurableCheckpoints:
         """The state dict that is written and, in place, read."""
         parts = self._parts
         state: dict[str, Any] = {}
-        for name, (module, optimizers) in _pairs(parts).items():
-            model_state, optimizer_state = get_state_dict(module, optimizers)
+        for name, (module, steppers) in _pairs(parts).items():
+            plain, portable = _kinds(steppers)
+            model_state, optimizer_state = get_state_dict(module, plain)
             state[name] = {"model": model_state, "optimizer": optimizer_state}
+            for key, optimizer in portable.items():
+                _put_means(model_state, optimizer)
+                state[name].setdefault(_PORTABLE, {})[key] = optimizer.portable_state_dict()
         own: dict[str, Any] = {name: other.state_dict() for name, other in parts.others.items()}
-        own[_ALONE] = {key: tensor.detach().cpu() for key, tensor in parts.alone().items()}
+        own[_ALONE] = {key: tensor.detach().cpu() for key, tensor in _alone(parts).items()}
         own[_BUCKETS] = {
             name: buckets.order(ddp) for name, ddp in ddp_modules(parts.modules).items()
         }
@@ -193,13 +204,16 @@ class DurableCheckpoints:
         return state
 
     def _put(self, state: Mapping[str, Any], shard: int) -> None:
-        for name, (module, optimizers) in _pairs(self._parts).items():
+        for name, (module, steppers) in _pairs(self._parts).items():
+            plain, portable = _kinds(steppers)
             set_state_dict(
                 module,
-                optimizers,
+                plain,
                 model_state_dict=state[name]["model"],
                 optim_state_dict=state[name]["optimizer"],
             )
+            for key, optimizer in portable.items():
+                optimizer.load_portable_state_dict(state[name][_PORTABLE][key])
         buffer = state["shards"][str(shard)]
         buffer.seek(0)
         own = torch.load(buffer, weights_only=False)
@@ -216,7 +230,7 @@ class DurableCheckpoints:
                 buckets.align(ddp, order)
 
     def _put_alone(self, saved: Mapping[tuple[str, str], torch.Tensor]) -> None:
-        for key, tensor in self._parts.alone().items():
+        for key, tensor in _alone(self._parts).items():
             if key not in saved:
                 continue
             if saved[key].shape != tensor.shape:
@@ -228,16 +242,16 @@ class DurableCheckpoints:
                 tensor.copy_(saved[key])
 
 
-def _pairs(parts: Parts) -> dict[str, tuple[nn.Module, list[Optimizer]]]:
+def _pairs(parts: Parts) -> dict[str, tuple[nn.Module, list[OptimizerPart]]]:
     """Each module with the optimizers that step its parameters, for the qualified names."""
-    left = {name: part.optimizer for name, part in parts.optimizers.items()}
-    pairs: dict[str, tuple[nn.Module, list[Optimizer]]] = {}
+    left = dict(parts.optimizers)
+    pairs: dict[str, tuple[nn.Module, list[OptimizerPart]]] = {}
     for name, module in parts.modules.items():
         ids = {id(p) for p in module.parameters()}
         mine = [
             key
-            for key, optimizer in left.items()
-            if all(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+            for key, part in left.items()
+            if all(id(p) in ids for group in part.optimizer.param_groups for p in group["params"])
         ]
         pairs[name] = module, [left.pop(key) for key in mine]
     if left:
@@ -246,6 +260,37 @@ def _pairs(parts: Parts) -> dict[str, tuple[nn.Module, list[Optimizer]]]:
             "return their module from build(), too"
         )
     return pairs
+
+
+def _kinds(steppers: list[OptimizerPart]) -> tuple[list[Optimizer], dict[str, Portable]]:
+    """Those that torch's own functions save by the parameters' names, and the others by part."""
+    plain = [part.optimizer for part in steppers if part.portable is None]
+    return plain, {part.name: part.portable for part in steppers if part.portable is not None}
+
+
+def _put_means(model_state: dict[str, Any], optimizer: Portable) -> None:
+    """Replace weights that differ from peer to peer by what is to be saved of them; not in place,
+    since the model may just be copied."""
+    means = {local(parameter).data_ptr(): mean for parameter, mean in optimizer.mean_weights()}
+    for key, value in model_state.items():
+        if isinstance(value, torch.Tensor) and local(value).data_ptr() in means:
+            model_state[key] = means[local(value).data_ptr()]
+
+
+def _alone(parts: Parts) -> dict[tuple[str, str], torch.Tensor]:
+    """What a shard alone holds, without what portable optimizers and their weights save once."""
+    portable = {name: part for name, part in parts.optimizers.items() if part.portable is not None}
+    stepped = {
+        id(parameter)
+        for part in portable.values()
+        for parameter in part.parameters()
+        if parameter.requires_grad
+    }
+    return {
+        key: tensor
+        for key, tensor in parts.alone().items()
+        if key[0] not in portable and id(tensor) not in stepped
+    }
 
 
 def _first_line(error: BaseException) -> str:

@@ -137,6 +137,10 @@ class Recovery:
         if engine.domain.epoch != plan.epoch or engine.domain.mode is not Mode.LIVE:
             self._align(plan)
             engine.domain.rebuild(plan.epoch)
+            for part in engine.parts.optimizers.values():
+                # On every worker, also where nothing has to be restored: what was under way on the
+                # old groups is begun again by all or by none.
+                part.abandon()
         clock.lap("rebuild")
         if plan.rollback:
             engine.protection.forget()

@@ -393,6 +393,9 @@ class Run:
             self._engine.commit(attempt.step, seconds=seconds)
 
     def _drop_gradients(self) -> None:
+        for part in self._parts.optimizers.values():
+            # Not the gradients alone: an optimizer may have them on their way already.
+            part.optimizer.zero_grad()
         for module in self._parts.modules.values():
             for parameter in module.parameters():
                 parameter.grad = None

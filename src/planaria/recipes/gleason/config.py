@@ -10,6 +10,8 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 from planaria.pathology.boards import BoardConfig
 
 SYNTHETIC = "synthetic"
@@ -90,6 +92,12 @@ class GleasonConfig:
     epochs: int = 12
     """Passes over the training slides."""
 
+    optimizer: str = "adamw"
+    """adamw, adams, sharded or scape, as for language models."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
+
     lr: float = 3e-3
     """Highest learning rate."""
 
@@ -155,6 +163,7 @@ class GleasonConfig:
             raise ConfigError(f"synthetic: {self.synthetic} slides; at least 12")
         if not -1 <= self.distance <= 32:
             raise ConfigError(f"distance: {self.distance} is outside -1 to 32 bits")
+        choice.check(self.optimizer, self.sparse)
         if not self.data:
             raise ConfigError("data: '' names nothing; give a folder or 'synthetic'")
         _ = self.board
@@ -182,6 +191,8 @@ def as_toml(config: GleasonConfig) -> str:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = {k: v for k, v in vars(value).items() if v is not None}
         if value is not None:
             values[field.name] = str(value) if isinstance(value, Path) else value
     return tomli_w.dumps({"gleason": values})

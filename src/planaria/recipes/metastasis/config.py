@@ -10,6 +10,8 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 
 SYNTHETIC = "synthetic"
 """``--data synthetic``: patches that the package makes; labelled so in everything that comes of it."""
@@ -88,6 +90,12 @@ class MetastasisConfig:
     epochs: int = 8
     """Passes over the training part (the paper: 30)."""
 
+    optimizer: str = "adamw"
+    """adamw, adams, sharded or scape, as for language models (strict only; the paper's is Adam)."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
+
     lr: float = 3e-3
     """Highest learning rate. Source: released code."""
 
@@ -149,6 +157,12 @@ class MetastasisConfig:
             raise ConfigError(f"distance: {self.distance} is outside -1 to 32 bits")
         if self.preset == "paper" and self.pretrained:
             raise ConfigError("pretrained: the paper's preset starts from random weights; drop it")
+        choice.check(self.optimizer, self.sparse)
+        if self.preset == "paper" and self.optimizer != "adamw":
+            raise ConfigError(
+                f"optimizer: {self.optimizer!r} is set, and the paper's preset trains with Adam; "
+                "leave it out, or use preset = strict"
+            )
         if not self.data:
             raise ConfigError("data: '' names nothing; give a folder, a CSV or 'synthetic'")
 
@@ -169,12 +183,13 @@ def as_toml(config: MetastasisConfig) -> str:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A configuration as plain values: paths as text, tuples as lists, None left out."""
+    """A configuration as plain values: paths as text, tuples as lists, None left out, nested ones too."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is None:
             continue
         value = str(value) if isinstance(value, Path) else value
+        value = plain(value) if dataclasses.is_dataclass(value) else value
         values[field.name] = list(value) if isinstance(value, tuple) else value
     return values
