@@ -19,7 +19,7 @@ from planaria.optim.choice import SparseConfig
 from planaria.recipes.llm import LlmConfig, prepare
 from planaria.runtime.launch.config import for_recipe
 from planaria.runtime.launch.launcher import launch
-from tests.support.fault_runs import Outcome, check_equal, check_faults, equal, run
+from tests.support.fault_runs import Outcome, check_equal, check_faults, equal, like, run
 from tests.support.sparse_programs import Kind, SparseJob
 
 STEPS = 14
@@ -34,6 +34,12 @@ MIXED = (
     "kill:worker=1,step=2,phase=capture",
     "stop:worker=3,step=5,phase=collective",
     "kill:worker=0,step=9,phase=replicate",
+    "kill:worker=2,step=12,phase=commit",
+)
+STOPS = (
+    "stop:worker=0,step=3,phase=optimizer",
+    "stop:worker=3,step=6,phase=backward",
+    "stop:worker=1,step=9,phase=capture",
     "stop:worker=2,step=12,phase=commit",
 )
 
@@ -42,22 +48,33 @@ def sparse(kind: Kind, **more: Any) -> SparseJob:
     return SparseJob(**{"kind": kind, "steps": STEPS, "final": "", **more})
 
 
-@pytest.mark.parametrize("kind", ["sharded", "frozen", "local"])
-@pytest.mark.parametrize("faults", [KILLS, MIXED], ids=["kills", "mixed"])
+@pytest.mark.parametrize(
+    ("job", "faults"),
+    [
+        (sparse("sharded"), KILLS),
+        (sparse("sharded"), MIXED),
+        (sparse("frozen"), KILLS),
+        (sparse("frozen", half=True), MIXED),
+        (sparse("local"), KILLS),
+        (sparse("local"), MIXED),
+        (sparse("frozen", seat=True), STOPS),
+    ],
+    ids=[
+        "sharded",
+        "sharded-mixed",
+        "frozen",
+        "frozen-half-mixed",
+        "local",
+        "local-mixed",
+        "between-nodes",
+    ],
+)
 def test_no_trace_is_left(
-    tmp_path: Path, calm: Callable[..., Outcome], kind: Kind, faults: tuple[str, ...]
+    tmp_path: Path, calm: Callable[..., Outcome], job: SparseJob, faults: tuple[str, ...]
 ) -> None:
-    job = sparse(kind)
     struck = run(job, tmp_path, workers=4, inject=faults)
     check_equal(struck, calm(job, workers=4))
     check_faults(struck, faults)
-
-
-def test_masters_of_half_precision(tmp_path: Path, calm: Callable[..., Outcome]) -> None:
-    job = sparse("frozen", half=True)
-    struck = run(job, tmp_path, workers=4, inject=KILLS[1:3])
-    check_equal(struck, calm(job, workers=4))
-    check_faults(struck, KILLS[1:3])
 
 
 def test_the_regime_follows_from_the_family(calm: Callable[..., Outcome]) -> None:
@@ -81,32 +98,36 @@ def test_the_regime_follows_from_the_family(calm: Callable[..., Outcome]) -> Non
         # What is evaluated and saved is the same everywhere.
         assert all(equal(h["mean"], held[0]["mean"]) for h in held)
         assert all(h["curve"] == held[0]["curve"] for h in held)
+        # The one that was skipped is not among them.
+        assert len(held[0]["curve"]["steps"]) == STEPS - 1
+    seated = calm(sparse("frozen", seat=True), workers=4).holdings
+    assert seated[0]["regime"][0] == "optimizer sharded"
+    assert equal(seated[0]["own"], seated[2]["own"])
+    assert not equal(seated[0]["own"], seated[1]["own"])
 
 
 @pytest.mark.parametrize("kind", ["frozen", "local"])
-def test_a_checkpoint_goes_on_at_another_number_of_workers(
-    tmp_path: Path, calm: Callable[..., Outcome], kind: Kind
-) -> None:
-    """Written by 4 workers at step 24, it goes on with 2 and with 3."""
-    whole = calm(sparse(kind, steps=60, noise=False), workers=4)
-    first = sparse(kind, steps=25, noise=False, checkpoint_every=24)
-    written = run(first, tmp_path / "4", workers=4, spares=0)
-    assert written.code == 0
+def test_a_checkpoint_goes_on_at_another_number_of_workers(tmp_path: Path, kind: Kind) -> None:
+    """Written by 4 workers at step 24, it goes on with 2 and with 3 and follows the same curve."""
+    job = sparse(kind, steps=48, noise=False)
+    whole = run(like(job, checkpoint_every=24), tmp_path / "4", workers=4, spares=0)
+    assert whole.code == 0
     expected = whole.holdings[0]["curve"]
     for workers in (2, 3):
         out = tmp_path / str(workers)
         shutil.copytree(tmp_path / "4" / "checkpoints", out / "checkpoints")
-        again = run(sparse(kind, steps=60, noise=False), out, workers=workers, spares=0)
+        again = run(job, out, workers=workers, spares=0)
         assert again.code == 0
         assert again.events("all_committed")[0]["generation"] == 24
         curve = again.holdings[0]["curve"]
-        # The steps before come from the disk.
+        # What was before comes from the disk.
         assert curve["steps"][:24] == expected["steps"][:24]
         assert curve["evaluations"][:8] == expected["evaluations"][:8]
         found, wanted = curve["evaluations"][8:], expected["evaluations"][8:]
-        assert len(found) == len(wanted) == 12
-        # Masks differ, since each of 2 owners chooses among more weights than each of 4, and in the
-        # local family what is averaged when does; seen: up to …
+        assert len(found) == len(wanted) == 8
+        # Masks differ, since 2 owners choose among more weights each than 4 do, and so do the
+        # workers' own moments, which see more samples each: that is another run of the same method,
+        # seen up to 2.7 % away while the loss falls by half. With 4 workers again up to 1.1 %.
         for loss, other in zip(found, wanted, strict=True):
             assert loss == pytest.approx(other, rel=0.05)
 
@@ -144,6 +165,8 @@ def test_the_language_model_recipe(tmp_path: Path) -> None:
         models.append(load_file(one.out / "model" / "model.safetensors"))
     calm, struck = summaries
     assert (calm["injected"], struck["injected"]) == (0, 1)
+    for summary in summaries:
+        assert summary["final"].pop("tokens_per_s") > 0
     for key in ("state_digest", "samples_digest", "final"):
         assert struck[key] == calm[key]
     assert models[0].keys() == models[1].keys()

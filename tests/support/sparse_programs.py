@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import planaria
@@ -24,7 +26,7 @@ from planaria.optim import Scape, Sharded, param_groups
 
 Kind = Literal["sharded", "frozen", "moved", "local"]
 
-SAMPLES = 24
+SAMPLES = 240
 """Of a step, over all workers: they divide by 1, 2, 3 and 4 workers with 2 micro-batches."""
 DENSE_STEPS = 4
 
@@ -38,7 +40,10 @@ class SparseJob:
     final: str
     """Folder of what each shard holds at the end."""
     noise: bool = True
-    """Whether each worker drops features by its own generator, as a language model would."""
+    """Whether each worker drops features by its own generator, as a language model would, gradients
+    are clipped, in sparse steps by the workers' own norms, and step 7 is skipped for a NaN."""
+    seat: bool = False
+    """Whether FSDP2 cuts the model inside each of two nodes, and the optimizer sits between them."""
     half: bool = False
     """Whether weights are bfloat16, with float32 masters."""
     checkpoint_every: int = 0
@@ -76,7 +81,13 @@ def model_of(job: SparseJob) -> nn.Sequential:
 
 def build(job: SparseJob) -> dict[str, Any]:
     model = model_of(job)
-    common: dict[str, Any] = {"lr": 3e-3, "max_norm": 0.5, "bucket_bytes": 6000}
+    common: dict[str, Any] = {"lr": 3e-3, "bucket_bytes": 6000}
+    common["max_norm"] = 0.5 if job.noise else None
+    if job.seat:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model[5], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        common["group"] = mesh["replicate"]
     optimizer: torch.optim.Optimizer
     if job.kind == "sharded":
         optimizer = Sharded(torch.optim.AdamW, model.parameters(), **common)
@@ -93,36 +104,38 @@ def build(job: SparseJob) -> dict[str, Any]:
     }
 
 
-def samples(first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of the samples ``first`` to ``first + count``."""
-    generators = [torch.Generator().manual_seed(first + i) for i in range(count)]
-    tokens_B = torch.cat([torch.randint(40, (1,), generator=g) for g in generators])
-    noise_B3 = torch.cat([torch.randn(1, 3, generator=g) for g in generators])
+def samples(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step, for all workers together."""
+    generator = torch.Generator().manual_seed(step)
+    tokens_B = torch.randint(40, (SAMPLES,), generator=generator)
+    noise_B3 = torch.randn(SAMPLES, 3, generator=generator)
     angle_B1 = tokens_B.float().unsqueeze(1) / 5
     return tokens_B, torch.cat([angle_B1.sin(), angle_B1.cos(), angle_B1], 1) + 0.05 * noise_B3
 
 
-def loss_of(model: nn.Module, first: int, count: int) -> Tensor:
-    tokens_B, targets_B3 = samples(first, count)
-    return nn.functional.mse_loss(model(tokens_B).float(), targets_B3)
+def loss_of(model: nn.Module, step: int, part: slice) -> Tensor:
+    tokens_B, targets_B3 = samples(step)
+    return nn.functional.mse_loss(model(tokens_B[part]).float(), targets_B3[part])
 
 
 def main(job: SparseJob) -> None:
-    with planaria.join(lambda shard: build(job)) as run:
+    with planaria.join(lambda shard: build(job), on_nonfinite="skip") as run:
         for attempt in run.attempts(until=job.steps, checkpoint_every=job.checkpoint_every):
             with attempt:
-                train(run, attempt)
+                train(job, run, attempt)
         run.final(lambda: finish(job, run), answer=42.0)
 
 
-def train(run: planaria.Run, attempt: planaria.Attempt) -> None:
+def train(job: SparseJob, run: planaria.Run, attempt: planaria.Attempt) -> None:
     own = SAMPLES // run.shard.world // 2
     total = 0.0
     for micro in range(2):
-        first = SAMPLES * attempt.step + (2 * run.shard.index + micro) * own
-        attempt.consumed(range(first, first + own))
+        first = (2 * run.shard.index + micro) * own
+        attempt.consumed(SAMPLES * attempt.step + i for i in range(first, first + own))
         with run.optimizer.no_sync() if micro == 0 else nullcontext():
-            loss = loss_of(run.model, first, own) / 2
+            loss = loss_of(run.model, attempt.step, slice(first, first + own)) / 2
+            if job.noise and (attempt.step, run.shard.index) == (7, 1):
+                loss = loss * float("nan")
             loss.backward()
         total += float(loss.detach())
     attempt.finite(total)
@@ -145,16 +158,16 @@ def evaluate(run: planaria.Run) -> float:
     """Loss of the mean model on samples that no step sees; equal on all workers."""
     run.model.eval()
     with torch.no_grad(), averaged(run.optimizer):
-        loss = float(loss_of(run.model, 10**6, 64))
+        loss = float(loss_of(run.model, 10**6, slice(SAMPLES)))
     run.model.train()
     return loss
 
 
 def finish(job: SparseJob, run: planaria.Run) -> None:
     """Write what this shard holds, its own model and the mean one."""
-    own = {name: value.clone() for name, value in run.model.state_dict().items()}
+    own = {name: plain(value) for name, value in run.model.state_dict().items()}
     with averaged(run.optimizer):
-        mean = {name: value.clone() for name, value in run.model.state_dict().items()}
+        mean = {name: plain(value) for name, value in run.model.state_dict().items()}
     entries = {
         f"{position}.{name}": plain(value)
         for position, entry in enumerate(run.optimizer.state.values())

@@ -73,11 +73,6 @@ def steps(name: str, value: float, *, total: int) -> int:
 
 def shardable(index: int, param: torch.Tensor) -> None:
     """Refuses a parameter that cannot be cut into owners' parts."""
-    if type(param).__name__ == "DTensor":
-        raise OptionError(
-            f"parameter {index} is a DTensor; this optimizer keeps whole weights on every worker, "
-            "so give it a model that was not passed to fully_shard over this group"
-        )
     if not param.is_floating_point():
         raise OptionError(
             f"parameter {index} is of {param.dtype}; only real floating-point weights are trained"

@@ -18,8 +18,8 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from planaria.comm import buckets
@@ -38,6 +38,7 @@ from planaria.errors import CheckpointError, CommError
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
 from planaria.runtime.memory.optstate import OptimizerPart, Portable
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.placements import local
 from planaria.runtime.memory.restoring import leave_iteration
 
 _PORTABLE = "portable"
@@ -53,6 +54,13 @@ def newest(out: Path) -> int | None:
     return max(published(out), default=None)
 
 
+@contextmanager
+def nobody(epoch: int) -> Generator[None]:
+    """Without peers there is nobody to meet, in whatever epoch."""
+    del epoch
+    yield
+
+
 class DurableCheckpoints:
     """Writes and reads this worker's share.
 
@@ -61,61 +69,83 @@ class DurableCheckpoints:
         parts: what to save.
         group: a process group of its own, over all shards: writing goes on beside training, and two
             threads must not interleave their collectives on one group. None in a world of one.
+        member: ``member(epoch)``, in which a thread's collectives are those of that epoch and raise
+            once it is over (:meth:`planaria.comm.domain.Domain.member`).
     """
 
-    def __init__(self, out: Path, parts: Parts, *, group: Any | None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        parts: Parts,
+        *,
+        group: Any | None,
+        member: Callable[[int], AbstractContextManager[None]] = nobody,
+    ) -> None:
         self._out = out
         self._parts = parts
         self._group = group
+        self._member = member
         self._running: threading.Thread | None = None
+        self._epoch = -1
 
     def save(
-        self, generation: int, told: Callable[[int, str | None, float], None], *, epoch: int
+        self,
+        generation: int,
+        told: Callable[[int, str | None, float], None],
+        *,
+        epoch: int,
+        check: Callable[[], None] = lambda: None,
     ) -> float:
         """Begin to write ``generation`` as a member of ``epoch``; returns the seconds that the
         training thread has waited.
 
-        Waits first for one that is still being written. ``told(generation, error, seconds)`` is
-        called from another thread when this worker's part is complete on disk, or has failed.
+        Waits first for one that is still being written in this epoch, and for none of an earlier one,
+        which writes into a folder of its own and can meet nobody. ``told(generation, error,
+        seconds)`` is called from another thread when this worker's part is complete on disk, or has
+        failed. ``check`` is called while it waits, and what it raises ends the waiting.
         """
         started = time.monotonic()
-        self.wait()
+        self.wait(epoch, check=check)
         for ddp in ddp_modules(self._parts.modules).values():
             # Now, as the next forward would: what is resumed from here goes on with that cut.
             buckets.settle(ddp)
         path = partial_path(self._out, generation, epoch=epoch)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            future = dcp.async_save(
-                self._state(),
-                checkpoint_id=path,
-                process_group=self._group,
-                async_checkpointer_type=AsyncCheckpointerType.THREAD,
-                no_dist=self._group is None,
-            )
         except OSError as error:
             told(generation, f"{path}: {error.strerror or error}", time.monotonic() - started)
             return time.monotonic() - started
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = stager.stage(self._state())
+        assert isinstance(staged, dict), "staging without a thread of its own gives the copy itself"
 
-        done = future if isinstance(future, Future) else future.upload_completion
-
-        def finish() -> None:
+        def write() -> None:
             try:
-                done.result()
+                # Not async_save: this thread's collectives have to be known as those of ``epoch``.
+                with self._member(epoch):
+                    dcp.save(
+                        staged,
+                        checkpoint_id=path,
+                        process_group=self._group,
+                        no_dist=self._group is None,
+                    )
             except (Exception, CheckpointException) as error:
                 told(generation, _first_line(error), time.monotonic() - started)
             else:
                 told(generation, None, time.monotonic() - started)
+            finally:
+                stager.close()
 
-        self._running = threading.Thread(target=finish, name="planaria-durable", daemon=True)
+        self._epoch = epoch
+        self._running = threading.Thread(target=write, name="planaria-durable", daemon=True)
         self._running.start()
         return time.monotonic() - started
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
-        if self._running is not None:
-            self._running.join()
-            self._running = None
+    def wait(self, epoch: int, *, check: Callable[[], None] = lambda: None) -> None:
+        """Until nothing is being written in ``epoch``; ``check`` as for :meth:`save`."""
+        while self._epoch == epoch and self._running is not None and self._running.is_alive():
+            self._running.join(0.1)
+            check()
 
     def load(self, generation: int) -> None:
         """Put the state of ``generation`` back, in place; a collective.
@@ -241,10 +271,10 @@ def _kinds(steppers: list[OptimizerPart]) -> tuple[list[Optimizer], dict[str, Po
 def _put_means(model_state: dict[str, Any], optimizer: Portable) -> None:
     """Replace weights that differ from peer to peer by what is to be saved of them; not in place,
     since the model may just be copied."""
-    means = {parameter.data_ptr(): mean for parameter, mean in optimizer.mean_weights()}
+    means = {local(parameter).data_ptr(): mean for parameter, mean in optimizer.mean_weights()}
     for key, value in model_state.items():
-        if isinstance(value, torch.Tensor) and value.data_ptr() in means:
-            model_state[key] = means[value.data_ptr()]
+        if isinstance(value, torch.Tensor) and local(value).data_ptr() in means:
+            model_state[key] = means[local(value).data_ptr()]
 
 
 def _alone(parts: Parts) -> dict[tuple[str, str], torch.Tensor]:

@@ -45,7 +45,6 @@ def vocabulary(size: int) -> Vocabulary:
 
 def test_names_and_tables_agree() -> None:
     assert set(models.DIMS) == set(config.MODELS) == set(SIZES)
-    assert set(train.OPTIMIZERS) == set(config.OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", SIZES)
