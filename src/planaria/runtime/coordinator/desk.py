@@ -169,7 +169,7 @@ class ControlDesk:
         launcher = self.crowd.add_launcher(hello, outbox)
         launcher.tell(control.Attached(run=self.run))
         if self.over.done():
-            launcher.tell(control.EndRun(exit_code=self.over.result(), reason=self.state.end))
+            launcher.tell(self._last_word(self.over.result(), self.state.end))
 
     def hear_launcher(self, message: control.FromLauncher, outbox: Outbox) -> None:
         """One message of a launcher's stream."""
@@ -461,6 +461,10 @@ class ControlDesk:
         if launcher is not None:
             launcher.tell(control.WantSpare(count=count))
 
+    def _last_word(self, exit_code: int, reason: str) -> control.EndRun:
+        owners = tuple(worker for _, worker in sorted(self.state.owners.items()))
+        return control.EndRun(exit_code=exit_code, reason=reason, owners=owners)
+
     def _end(self, action: events.EndRun) -> None:
         code, reason = action.exit_code, action.reason
         try:
@@ -471,7 +475,7 @@ class ControlDesk:
             self._chronicle.say(f"no summary was written: {error}", kind="error")
             traceback.print_exception(error)
         finally:
-            self.crowd.tell_launchers(control.EndRun(exit_code=code, reason=reason))
+            self.crowd.tell_launchers(self._last_word(code, reason))
             for worker in list(self.crowd.sessions):
                 self.crowd.end(worker)
             if not self.over.done():
