@@ -73,8 +73,9 @@ class LlmConfig:
     text_field: str = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text."""
 
-    documents: Literal["file", "paragraph", "line"] = "file"
-    """What a document is in a plain text file: all of it, a stretch between blank lines, a line."""
+    documents: Literal["auto", "file", "paragraph", "line"] = "auto"
+    """What a document is in a plain text file: all of it, a stretch between blank lines, a line;
+    auto: all of it, and smaller parts where too few files would leave no held-out text."""
 
     max_bytes: int | None = None
     """Bytes of UTF-8 text after which the rest of the corpus is left out; default: all of it."""
@@ -176,7 +177,7 @@ class LlmConfig:
     def __post_init__(self) -> None:
         _one_of("model", self.model, tuple(MODELS))
         _one_of("regime", self.regime, ("ddp", "fsdp"))
-        _one_of("documents", self.documents, ("file", "paragraph", "line"))
+        _one_of("documents", self.documents, ("auto", "file", "paragraph", "line"))
         choice.check(self.optimizer, self.sparse)
         if self.owned and self.regime == "fsdp":
             raise ConfigError(
