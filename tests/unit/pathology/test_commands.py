@@ -14,7 +14,7 @@ from PIL import Image
 
 from planaria.errors import DataError
 from planaria.pathology.bundle import load_bundle
-from planaria.pathology.commands import Info, Predict, Tile, main
+from planaria.pathology.commands import Info, Predict, Tile, main, plain
 from planaria.pathology.folder import find_slides, read_mpp_table
 from planaria.pathology.heat import load_heat
 from planaria.pathology.predict import TOP_TILES, decide, slide_probability
@@ -76,7 +76,7 @@ def test_a_folder_with_broken_slides(tmp_path: Path) -> None:
     }
     assert "deep.tif: 16 bits per sample" in rows["deep.tif"]["detail"]
     assert "352.8 µm/px is outside 0.05 to 20" in rows["nonsense.tif"]["detail"]
-    assert "state it with --mpp" in rows["silent.tif"]["detail"]
+    assert "state it with --slide-mpp" in rows["silent.tif"]["detail"]
     names = {p.name for p in (out / "good").iterdir()}
     assert names == {"good.h5", "good.csv", "clam", "preview.png", "tiles.json"}
 
@@ -253,3 +253,11 @@ def test_wrong_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "model.json").write_text("{}")
     assert main(arguments) == 2
     assert "not a model card" in capsys.readouterr().err
+
+
+def test_facts_are_told_in_words() -> None:
+    assert plain(None) == plain([]) == "none"
+    assert plain([[1500, 1400, 1.0], [750, 700, 2.0]]) == (
+        "1500 x 1400 px at 1/1; 750 x 700 px at 1/2"
+    )
+    assert plain(["label", "macro"]) == "label, macro"

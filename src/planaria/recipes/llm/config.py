@@ -159,7 +159,8 @@ class LlmConfig:
     """Batches of held-out text that each worker scores in an evaluation."""
 
     log_every: float = 2.0
-    """Seconds between two progress lines where the output is not a terminal."""
+    """Seconds between two progress lines of a run without a launcher, where the output is not a
+    terminal; under the launcher the run's own lines say how it goes."""
 
     checkpoint_every: int = 0
     """Steps between durable checkpoints; 0: only when the run is asked to stop."""
