@@ -15,6 +15,8 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 
 STDLIB = "stdlib"
 """The corpus that needs no download: the Python standard library's own sources."""
@@ -34,9 +36,6 @@ MODELS: dict[str, str] = {
     "llama-1.8b": "24 blocks of 2,304",
 }
 """Names that ``LlmConfig.model`` may have; :mod:`.models` holds their dimensions."""
-
-OPTIMIZERS: tuple[str, ...] = ("adamw",)
-"""Names that ``LlmConfig.optimizer`` may have; :mod:`.models` holds how each is built."""
 
 MAX_SEQUENCE = 131_072
 
@@ -74,8 +73,9 @@ class LlmConfig:
     text_field: str = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text."""
 
-    documents: Literal["file", "paragraph", "line"] = "file"
-    """What a document is in a plain text file: all of it, a stretch between blank lines, a line."""
+    documents: Literal["auto", "file", "paragraph", "line"] = "auto"
+    """What a document is in a plain text file: all of it, a stretch between blank lines, a line;
+    auto: all of it, and smaller parts where too few files would leave no held-out text."""
 
     max_bytes: int | None = None
     """Bytes of UTF-8 text after which the rest of the corpus is left out; default: all of it."""
@@ -107,7 +107,12 @@ class LlmConfig:
     """Optimizer steps of the run."""
 
     optimizer: str = "adamw"
-    """adamw (decoupled weight decay, arXiv 1711.05101)."""
+    """adamw (decoupled weight decay, arXiv 1711.05101); adams (half its state, arXiv 2505.16363);
+    sharded: AdamW, its state cut over the workers (ZeRO-1); scape: AdamS, cut, that sends a share of
+    the weights (arXiv 2607.01678). sharded and scape reduce gradients themselves, without DDP."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
 
     lr: float = 1e-3
     """Highest learning rate, reached after the warm-up."""
@@ -154,7 +159,8 @@ class LlmConfig:
     """Batches of held-out text that each worker scores in an evaluation."""
 
     log_every: float = 2.0
-    """Seconds between two progress lines where the output is not a terminal."""
+    """Seconds between two progress lines of a run without a launcher, where the output is not a
+    terminal; under the launcher the run's own lines say how it goes."""
 
     checkpoint_every: int = 0
     """Steps between durable checkpoints; 0: only when the run is asked to stop."""
@@ -172,8 +178,13 @@ class LlmConfig:
     def __post_init__(self) -> None:
         _one_of("model", self.model, tuple(MODELS))
         _one_of("regime", self.regime, ("ddp", "fsdp"))
-        _one_of("documents", self.documents, ("file", "paragraph", "line"))
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("documents", self.documents, ("auto", "file", "paragraph", "line"))
+        choice.check(self.optimizer, self.sparse)
+        if self.owned and self.regime == "fsdp":
+            raise ConfigError(
+                f"regime: fsdp cuts the weights, and optimizer = {self.optimizer} needs whole ones on "
+                "each worker; use regime = ddp, which it then does without"
+            )
         _one_of("dtype", self.dtype, ("fp32", "bf16"))
         _one_of("attention", self.attention, ("sdpa", "eager"))
         _one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
@@ -206,6 +217,11 @@ class LlmConfig:
                 f"warmup: {self.warmup} steps do not fit into steps = {self.steps}; "
                 "lower warmup or raise steps"
             )
+
+    @property
+    def owned(self) -> bool:
+        """Whether the optimizer reduces gradients itself, so that nothing wraps the model."""
+        return self.optimizer in choice.OWNED
 
     @property
     def cache_folder(self) -> Path:
@@ -280,6 +296,8 @@ def as_dict(config: LlmConfig) -> dict[str, Any]:
             continue
         if isinstance(value, Path):
             value = str(value)
+        elif dataclasses.is_dataclass(value):
+            value = {k: v for k, v in vars(value).items() if v is not None}
         elif isinstance(value, tuple):
             value = list(value)
         plain[field.name] = value

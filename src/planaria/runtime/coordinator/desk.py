@@ -187,7 +187,8 @@ class ControlDesk:
         launcher.tell(control.Attached(run=self.run))
         self._deserted = self._deserted and not hello.spawns
         if self.over.done():
-            launcher.tell(control.EndRun(exit_code=self.over.result(), reason=self.state.end))
+            code, reason = self.over.result(), self.state.end
+            launcher.tell(control.EndRun(exit_code=code, reason=reason, owners=self._owners()))
 
     def hear_launcher(self, message: control.FromLauncher, outbox: Outbox) -> None:
         """One message of a launcher's stream."""
@@ -260,7 +261,7 @@ class ControlDesk:
             )
             for worker in list(self.crowd.sessions):
                 self.crowd.send(worker, messages.Stop(reason=reason, exit_code=code))
-            self.ending.begin(exit_code=code, reason=reason)
+            self.ending.begin(exit_code=code, reason=reason, owners=self._owners())
 
     # Events.
 
@@ -331,7 +332,9 @@ class ControlDesk:
             self._returning = set(state.members)
             if state.phase == "ended":
                 self._deserted = True
-                self.ending.begin(exit_code=state.exit_code, reason=state.end)
+                self.ending.begin(
+                    exit_code=state.exit_code, reason=state.end, owners=self._owners()
+                )
                 return
             self._chores.later(self.limits.timeout, self._missing)
             if state.phase == "waiting" or (state.phase == "forming" and state.deaths):
@@ -473,7 +476,9 @@ class ControlDesk:
                 node = session.hello.node if session is not None else ""
                 self.crowd.kill(action.worker, node=node, reason=action.reason)
             case events.EndRun():
-                self.ending.begin(exit_code=action.exit_code, reason=action.reason)
+                self.ending.begin(
+                    exit_code=action.exit_code, reason=action.reason, owners=self._owners()
+                )
             case events.RestartAll():
                 self.crowd.tell_launchers(control.RestartAll(reason=action.reason))
             case events.WantSpare():
@@ -496,3 +501,6 @@ class ControlDesk:
         launcher = self.crowd.spawner()
         if launcher is not None:
             launcher.tell(control.WantSpare(count=count))
+
+    def _owners(self) -> tuple[Worker, ...]:
+        return tuple(worker for _, worker in sorted(self.state.owners.items()))

@@ -10,6 +10,7 @@ from planaria.runtime.control import protocol as control
 from planaria.runtime.coordinator import journal, summary
 from planaria.runtime.coordinator.chronicle import Chronicle
 from planaria.runtime.coordinator.crowd import Crowd
+from planaria.runtime.messages import Worker
 
 QUICK = 1.0
 """Seconds for which launchers are kept, so that the user reads what the run came to before they
@@ -34,7 +35,7 @@ class Ending:
     def begun(self) -> bool:
         return self._work is not None
 
-    def begin(self, *, exit_code: int, reason: str) -> None:
+    def begin(self, *, exit_code: int, reason: str, owners: tuple[Worker, ...]) -> None:
         """Let workers go; then, beside everything else, sum up and let launchers go."""
         if self._work is not None:
             return
@@ -45,22 +46,24 @@ class Ending:
             self._failed(error)
         for worker in list(self._crowd.sessions):
             self._crowd.end(worker)
-        self._work = asyncio.create_task(self._finish(exit_code, reason))
+        self._work = asyncio.create_task(
+            self._finish(control.EndRun(exit_code=exit_code, reason=reason, owners=owners))
+        )
 
     async def finished(self, *, seconds: float) -> None:
         """Wait until the summary is written, at most ``seconds``."""
         if self._work is not None:
             await asyncio.wait((self._work,), timeout=seconds)
 
-    async def _finish(self, exit_code: int, reason: str) -> None:
+    async def _finish(self, last: control.EndRun) -> None:
         summing = asyncio.create_task(asyncio.to_thread(summary.write_summary, self._out))
         try:
             await asyncio.wait((summing,), timeout=QUICK)
             if summing.done():
                 self._tell(summing)
         finally:
-            self._crowd.tell_launchers(control.EndRun(exit_code=exit_code, reason=reason))
-            self.over.set_result(exit_code)
+            self._crowd.tell_launchers(last)
+            self.over.set_result(last.exit_code)
         if not summing.done():
             await asyncio.wait((summing,))
             self._tell(summing)
