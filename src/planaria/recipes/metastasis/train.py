@@ -26,6 +26,7 @@ from planaria.optim.choice import OWNED
 from planaria.pathology.augment import CropConfig, random_center_crop, random_turn
 from planaria.pathology.bundle import save_bundle
 from planaria.pathology.colour import to_unit
+from planaria.pathology.datasets.features import Bags
 from planaria.pathology.files import atomic, write_json
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.metrics import auc, operating_point
@@ -139,12 +140,18 @@ class Job:
         run.final(self.finish, **result)
 
     def batch(self, step: int) -> Batch:
-        """Augmented patches [B, 3, px, px], labels [B] and numbers [B]: a function of the step."""
+        """Augmented patches [B, 3, px, px] or bags of features [B, K, D + 1], labels [B] and
+        numbers [B]: a function of the step."""
         config = self.config
+        part = self.data.train
         ids = self.order.ids(step, shard=self.shard.index)
-        pixels, labels = self.data.train.batch(ids)
+        chance = self.order.chance(step, shard=self.shard.index)
+        if isinstance(part.patches, Bags):
+            bags = part.patches.batch(ids, size=config.bag, seed=chance)
+            return torch.from_numpy(bags), torch.from_numpy(part.labels[ids]), ids
+        pixels, labels = part.batch(ids)
         x = to_unit(torch.from_numpy(pixels))
-        generator = torch.Generator().manual_seed(self.order.chance(step, shard=self.shard.index))
+        generator = torch.Generator().manual_seed(chance)
         if config.rcc:
             x = random_center_crop(x, generator=generator, config=CropConfig(fill=config.fill))
         if config.turns:
@@ -202,7 +209,7 @@ class Job:
             "threshold": cut,
             "chosen_by": f"sensitivity {self.config.sensitivity:g} on the validation part",
             "best_step": self.best.step,
-            "averaged_over": 8,
+            "averaged_over": 1 if isinstance(self.data.valid.patches, Bags) else 8,
             "valid": measure(self.data.valid, valid, threshold=cut),
         }
         tested = self.data.test

@@ -42,7 +42,7 @@ class Rng:
 
         Within this process only; about 20 µs.
         """
-        numpy = np.random.get_state(legacy=True)
+        numpy: Any = np.random.get_state(legacy=True)
         return hash(
             (
                 random.getstate(),
