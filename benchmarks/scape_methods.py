@@ -64,7 +64,7 @@ def setup(
         return model, Sharded(AdamS, groups, lr=lr, max_norm=clip)
     if family == "adamw":
         return model, Sharded(torch.optim.AdamW, groups, lr=lr, betas=(0.9, 0.95), max_norm=clip)
-    first = checks.steps("dense_steps", options.pop("dense_steps"), total=total_steps)
+    first = checks.steps("dense_steps", options.pop("dense_steps"), total=total_steps or 0)
     if family == "powersgd":
         ddp = DistributedDataParallel(model)
         shapes = [p.shape for p in model.parameters()]

@@ -32,11 +32,15 @@ from scape_runs import Pool, Run
 OWN = (
     "adams",
     "adamw",
+    "frozen-0.077/wire=int4/statistic=cycle/scale_cap=50",
+    "frozen-0.75/wire=int4/statistic=cycle/scale_cap=50",
+    "local-0.08/wire=int4/average_moments=false/cycle_run=1",
+    "local-0.5/wire=int4/cycle_run=1",
     "frozen-0.1",
-    "local-0.1",
-    "local-0.01",
     "frozen-0.01",
 )
+"""The first two sparse ones send 1 % and 10 % of the bytes, as do the local ones; the last two send
+10 % and 1 % of the weights, with masks by first moments and age."""
 PEERS = (
     "steps-0.1",
     "steps-0.01",
@@ -49,7 +53,7 @@ PEERS = (
 )
 """Densities at which a method sends as many bytes as SCAPE at 10 % and 1 %: top-k and DeMo gather
 every worker's choice, with its places, at every worker."""
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (5e-4, 1e-3, 2e-3)
 SIGN_RATES = (2e-4, 5e-4, 1e-3)
 """For the DeMo-like method, whose steps are signs."""
 SEEDS = (0, 1, 2)

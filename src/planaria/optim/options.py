@@ -28,7 +28,7 @@ class ScapeOptions:
     """What the mask takes the largest of: the owner's own buffer, the buffer times the root of the
     steps since it was sent ("aged", compared by squares), the owner's own gradient, or nothing: a
     fixed cycle."""
-    after_send: str = "clear"
+    after_send: str = "keep"
     """Whether a sent first moment is kept or cleared on the workers. Subtracting what was sent is
     the same as clearing, since each worker sends its own value."""
     decay: str = "moved"

@@ -10,7 +10,6 @@ whole tensors. ``parts[r]`` are the coordinates of worker r, ``dense`` those tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of an update; the names and defaults of :class:`planaria.optim.ScapeOptions`."""
+    """The rule of an update, named as in :class:`planaria.optim.ScapeOptions`."""
 
     lr: float = 1e-3
     b1: float = 0.9
@@ -31,7 +30,7 @@ class Rule:
     scale_cap: float = 10.0
     clamp_after: int = 8
     feedback: bool = False
-    clear: bool = True
+    clear: bool = False
     aged: bool = True
     moved: bool = False
     outer_rate: float = 1.0
@@ -67,12 +66,12 @@ class Frozen:
     """The paper's family: weights that are not sent stay (or follow their owner, ``moved``)."""
 
     def __init__(
-        self, w: Tensor, parts: Sequence[Tensor], dense: Tensor, k: int, rule: Rule
+        self, w: Tensor, parts: list[Tensor], dense: Tensor, k: int, rule: Rule
     ) -> None:
         self.w, self.parts, self.dense, self.k, self.rule = w.clone(), parts, dense, k, rule
         self.m, self.tau = torch.zeros_like(w), torch.zeros_like(w)
         self.a, self.left = torch.zeros(len(parts), len(w)), torch.zeros_like(w)
-        self.mask = torch.zeros(len(w), dtype=torch.bool)
+        self.mask = w.new_zeros(len(w), dtype=torch.bool)
 
     def dense_step(self, g: Tensor) -> None:
         """All coordinates are sent."""
@@ -115,9 +114,9 @@ class Frozen:
             movement, back = w - old + self.left, sent | rule.moved
             w = torch.where(back, old + coded(movement, rule), old)
             self.left = torch.where(back, movement - coded(movement, rule), self.left)
-        w_dense, m_dense = adams(self.w, mean(g), self.m, rule)
-        self.w = torch.where(self.dense, w_dense, w)
-        self.m = torch.where(self.dense, m_dense, torch.where(sent, m, self.m))
+        m = torch.where(sent, m, self.m)
+        both = zip(adams(self.w, mean(g), self.m, rule), (w, m), strict=True)
+        self.w, self.m = (torch.where(self.dense, dense, rest) for dense, rest in both)
         self.tau = torch.where(sent, 0.0, self.tau + 1)
         self.next_mask()
 
@@ -134,8 +133,7 @@ class Local:
 
     def __init__(self, w: Tensor, workers: int, dense: Tensor, rule: Rule) -> None:
         self.w, self.dense, self.rule = w.repeat(workers, 1), dense, rule
-        self.m = torch.zeros_like(self.w)
-        self.anchor, self.v = w.clone(), torch.zeros_like(w)
+        self.m, self.anchor, self.v = torch.zeros_like(self.w), w.clone(), torch.zeros_like(w)
 
     def step(self, g: Tensor, sent: Tensor) -> None:
         """Every worker moves by its own gradient, or by the mean one where ``dense``."""
@@ -145,9 +143,8 @@ class Local:
         delta = mean(coded(self.anchor - self.w, rule))
         v = rule.outer_momentum * self.v + delta
         move = rule.outer_rate * torch.add(delta, v, alpha=rule.outer_momentum)
-        new = self.anchor - coded(move, rule)
         self.v = torch.where(sent, v, self.v)
-        self.anchor = torch.where(sent, new, self.anchor)
+        self.anchor = torch.where(sent, self.anchor - coded(move, rule), self.anchor)
         self.w = torch.where(sent, self.anchor, self.w)
         if rule.average_moments:
             self.m = torch.where(sent, coded(mean(coded(self.m, rule)), rule), self.m)

@@ -140,7 +140,7 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"step_scale": 0.0, "clamp_after": 1_000_000, "aged": False, "clear": False},
     ),
-    "keep": ({"after_send": "keep"}, {"clear": False}),
+    "clear": ({"after_send": "clear"}, {"clear": True}),
     "feedback": ({"buffer": "feedback"}, {"feedback": True}),
     "lazy": ({"statistic": "momentum", "decay": "lazy"}, {"aged": False, "decay": "lazy"}),
     "decay_all": ({"decay": "all", "step_scale": 0.5}, {"decay": "all", "step_scale": 0.5}),
