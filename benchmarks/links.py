@@ -31,7 +31,15 @@ from typing import Any
 
 from scape_methods import job, parse, setup
 
-METHODS = ("adams", "frozen-0.1", "frozen-0.01", "local-0.1", "local-0.01")
+METHODS = (
+    "adams",
+    "frozen-0.75/wire=int4/statistic=cycle",
+    "frozen-0.077/wire=int4/statistic=cycle",
+    "frozen-0.1",
+    "frozen-0.01",
+    "local-0.1",
+    "local-0.01",
+)
 SIZES = (16 << 10, 1 << 20, 4 << 20)
 SUBNET = "10.213.7"
 LOOPBACK = 20_000.0
@@ -137,7 +145,7 @@ def network(args: argparse.Namespace) -> tuple[Any, Any]:
 
     size = args.vocab_size
     config = LlmConfig(model=args.network, vocab_size=size, sequence=args.sequence)
-    model = make(config, Vocabulary(Path(), size, size - 1, "", ""))
+    model = make(config, Vocabulary(folder=Path(), size=size, end=size - 1, end_text="", digest=""))
     ids = torch.randint(size, (args.batch, args.sequence))
     return model, lambda module: causal_loss(module(input_ids=ids, use_cache=False).logits, ids)
 

@@ -88,4 +88,5 @@ def job(method: str, *, params: int, vectors: int, workers: int, compute: float 
         options.pop("dense_steps", None)
         chosen = ScapeOptions(density=density, unsent=family, **options)
         found = {"wire": chosen.wire, "average_moments": chosen.average_moments}
+        found["masked"] = chosen.statistic != "cycle"
     return Job(params=params, dense_params=vectors, workers=workers, compute=compute, **found)

@@ -82,6 +82,8 @@ class Job:
     """How movements and moments travel in sparse steps."""
     average_moments: bool = True
     """Whether the local family sends moments, too."""
+    masked: bool = True
+    """Whether masks travel in the frozen and moved families; a cycle is known beforehand."""
     bucket_bytes: int = 8 << 20
     """Size of the buckets in which dense gradients leave during backward."""
     dense_arithmetic: float = 4e-3
@@ -147,7 +149,7 @@ def volume(job: Job, method: str, density: float) -> Volume:
         both = sparse * coded * (2 if job.average_moments else 1)
         return Volume(exchange=both + dense * out, gather=both + dense * out)
     columns = math.ceil((job.params - job.dense_params) / job.workers)
-    mask = mask_bytes(columns, math.ceil(density * columns)) * (job.workers - 1)
+    mask = mask_bytes(columns, math.ceil(density * columns)) * (job.workers - 1) * job.masked
     return Volume(
         exchange=sparse * coded + dense * out,
         gather=(sparse / density if method == "moved" else sparse) * min(coded, back)

@@ -65,9 +65,7 @@ def choose(score: Tensor, part: Tensor, k: int) -> Tensor:
 class Frozen:
     """The paper's family: weights that are not sent stay (or follow their owner, ``moved``)."""
 
-    def __init__(
-        self, w: Tensor, parts: list[Tensor], dense: Tensor, k: int, rule: Rule
-    ) -> None:
+    def __init__(self, w: Tensor, parts: list[Tensor], dense: Tensor, k: int, rule: Rule) -> None:
         self.w, self.parts, self.dense, self.k, self.rule = w.clone(), parts, dense, k, rule
         self.m, self.tau = torch.zeros_like(w), torch.zeros_like(w)
         self.a, self.left = torch.zeros(len(parts), len(w)), torch.zeros_like(w)

@@ -208,6 +208,8 @@ def test_volumes_by_hand() -> None:
     # A byte for each value, and four for each 256 of them.
     assert volume(coded, "frozen", 0.01).exchange == 7.5e3 + 4 * 7.5e3 / 256
     assert volume(coded, "moved", 0.01).gather == 7.5e5 + 4 * 7.5e5 / 256
+    known = Job(params=1_000_000, workers=4, masked=False)
+    assert volume(known, "frozen", 0.01).mask == 0
     assert Job.wire == ScapeOptions.wire
     assert Job.average_moments == ScapeOptions.average_moments
     assert dense.total / volume(job, "frozen", 0.1).total > 8
