@@ -208,6 +208,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
             "params": params,
             "vectors": vectors,
             "latency": latency,
+            "load": round(os.getloadavg()[0], 1),
         }
         print(json.dumps([{**common, **row} for row in rows]))
     dist.barrier()
@@ -308,16 +309,19 @@ def collectives(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         if row["kind"] in ("exchange", "gather"):
-            share = row["bytes"] * 8e-6 / row["mbit"] / row["seconds"] if row["mbit"] else 0
+            share = "–"
+            if row["mbit"]:
+                share = f"{row['bytes'] * 8e-6 / row['mbit'] / row['seconds']:.2f}"
             lines.append(
                 f"| {row['mbit']:g} | {row['kind']} | {row['size'] / 1e3:.0f} | "
-                f"{row['seconds'] * 1e3:.1f} | {row['bytes'] / 1e3:.0f} | {share:.2f} |"
+                f"{row['seconds'] * 1e3:.1f} | {row['bytes'] / 1e3:.0f} | {share} |"
             )
     return lines
 
 
 def page(rows: list[dict[str, Any]]) -> list[str]:
     """The results as a Markdown page."""
+    loads = sorted(row.get("load", 0) for row in rows)
     lines = [
         "# Steps over slow links",
         "",
@@ -327,6 +331,10 @@ def page(rows: list[dict[str, Any]]) -> list[str]:
         "headers and acknowledgements included. What is predicted is what `planaria plan-comm` "
         "says from the computation and the time of an empty collective in the same run. "
         "`benchmarks/links.py` makes this page.",
+        "",
+        f"Load averages at these measurements were {loads[0]:g} to {loads[-1]:g}, of which four are "
+        "the workers'. Above that, times are those of a busy machine and the plan, which knows "
+        "nothing of others, is too short for them; bytes do not depend on it.",
     ]
     for name, batch in dict.fromkeys((row["network"], row["batch"]) for row in rows):
         mine = [row for row in rows if (row["network"], row["batch"]) == (name, batch)]

@@ -122,7 +122,10 @@ def test_the_page_counts_dense_steps_as_dense_and_says_what_is_missing() -> None
     assert f"| {method} | 840 | 100 | 0.200 | 60.0 | 1.00% | 3.8 |" in text
     assert "- local-0.01: rates 0.002, then 0 more seeds" in text
     assert "2 of 3 runs are done" in text
-    assert "- local-0.01 (0.6% of the bytes): +0.0%, asked for at most +5%: reached." in text
+    assert (
+        "- local-0.01 (0.6% of the bytes): +0.0%, asked for at most +5%: reached, by 1 of 1 seeds."
+        in text
+    )
     assert "| frozen-0.1, decay=lazy | 0.001 | 5.000 | – |" in text
 
 
