@@ -49,6 +49,21 @@ def test_laboratories_differ_in_colour_and_slides_are_named() -> None:
     assert gap.max() > 10
 
 
+def test_slides_come_from_the_laboratories_asked_for() -> None:
+    config = NodeConfig(laboratories="B", patches_per_slide=2)
+    assert {patch(index, config=config).laboratory for index in range(8)} == {"B"}
+    core = BiopsyConfig(width=256, height=128, pen=0.0, laboratories="BBA")
+    found = [biopsy(index, config=core).laboratory for index in (0, 6, 12, 18)]
+    assert found == ["B", "B", "A", "B"]
+
+
+def test_tumour_keeps_its_distance_from_a_negative_centre() -> None:
+    config = NodeConfig(around=1.0, apart=14.0)
+    masks = [tumour_mask(0, config=config, rng=np.random.default_rng(s)) for s in range(20)]
+    assert not any(mask[18:78, 18:78].any() for mask in masks)
+    assert all(mask.any() for mask in masks)
+
+
 def test_grades_follow_from_the_regions() -> None:
     for index in range(12):
         found = biopsy(index, seed=2, config=BiopsyConfig(width=640, height=256, pen=0.0))
@@ -101,5 +116,11 @@ def test_errors() -> None:
         ink(np.zeros((8, 8, 3), np.uint8), colour="pink", width_px=2, rng=rng)
     with pytest.raises(ConfigError, match="likeness is 2; 0 to 1"):
         NodeConfig(likeness=2)
+    with pytest.raises(ConfigError, match="laboratories is 'AC'; it is made of the letters A, B"):
+        NodeConfig(laboratories="AC")
+    with pytest.raises(ConfigError, match="laboratories is ''; it is made of the letters A, B"):
+        BiopsyConfig(laboratories="")
+    with pytest.raises(ConfigError, match=r"apart is -1.0; 0 or more µm"):
+        NodeConfig(apart=-1.0)
     with pytest.raises(ConfigError, match="a biopsy of 64x512 px; at least 128x128"):
         BiopsyConfig(width=64)

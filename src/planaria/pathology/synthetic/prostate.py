@@ -18,6 +18,7 @@ from planaria.errors import ConfigError
 from planaria.pathology.slides import Pixels
 from planaria.pathology.synthetic.paint import (
     Canvas,
+    check_laboratories,
     draw_stain,
     ink,
     inside,
@@ -48,6 +49,8 @@ class BiopsyConfig:
     """Range of the part of a cancerous biopsy that is benign."""
     pen: float = 0.1
     """Chance of a pen mark."""
+    laboratories: str = "AB"
+    """Biopsies come from these in turn, six from each."""
 
     def __post_init__(self) -> None:
         if min(self.width, self.height) < 128 or not self.mpp > 0:
@@ -56,6 +59,7 @@ class BiopsyConfig:
             raise ConfigError(f"vagueness is {self.vagueness}; 0 to 1")
         if not 0 <= self.benign[0] <= self.benign[1] < 1:
             raise ConfigError(f"benign is {self.benign}; two rising fractions below 1")
+        check_laboratories(self.laboratories)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +101,12 @@ def isup_of(primary: int, secondary: int) -> int:
 def biopsy(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> Biopsy:
     """Biopsy number ``index`` of the set ``seed``: the same arguments give the same pixels.
 
-    Grades go round 0 to 5; laboratories A and B alternate every six.
+    Grades go round 0 to 5; laboratories change every six.
     """
     config = config or BiopsyConfig()
     rng = np.random.default_rng([seed, index, 11])
     grade = index % 6
-    laboratory = "AB"[(index // 6) % 2]
+    laboratory = config.laboratories[(index // 6) % len(config.laboratories)]
     pair = None if grade == 0 else PAIRS[grade][int(rng.integers(len(PAIRS[grade])))]
     regions = lay_regions(pair, config=config, rng=rng)
     canvas, mask = paint_biopsy(regions, config=config, rng=rng)

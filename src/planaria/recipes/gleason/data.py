@@ -124,12 +124,14 @@ def prepare(config: GleasonConfig) -> Prepared:
 
 def _records(config: GleasonConfig) -> tuple[list[Record], str, list[str]]:
     if config.data == SYNTHETIC:
-        settings = json.dumps([asdict(BiopsyConfig()), config.seed, config.synthetic])
+        biopsies = _biopsies(config)
+        seed = config.seed if config.slides_seed is None else config.slides_seed
+        settings = json.dumps([asdict(biopsies), seed, config.synthetic])
         key = hashlib.sha256(settings.encode()).hexdigest()[:12]
         folder = config.cache_folder / f"synthetic-{key}"
         if not (folder / "train.csv").is_file():
             _log.info("making %d synthetic slides", config.synthetic)
-            write_tree(folder, count=config.synthetic, seed=config.seed)
+            write_tree(folder, count=config.synthetic, seed=seed, config=biopsies)
         records, found = load_panda(folder, contract=SYNTHETIC_CONTRACT)
         remarks = ["Synthetic tissue: the numbers say nothing about patients."]
     else:
@@ -138,6 +140,10 @@ def _records(config: GleasonConfig) -> tuple[list[Record], str, list[str]]:
     found.raise_errors()
     name = "synthetic tissue" if config.data == SYNTHETIC else "PANDA"
     return records, name, remarks
+
+
+def _biopsies(config: GleasonConfig) -> BiopsyConfig:
+    return BiopsyConfig(laboratories=config.laboratories)
 
 
 def _cut(record: Record, cache: Path, config: GleasonConfig) -> dict[str, str]:
@@ -178,6 +184,10 @@ def _part(records: Sequence[Record], cache: Path) -> Part:
 
 
 def _key(config: GleasonConfig) -> str:
-    """Names the tiles: everything that they depend on but the slides."""
-    settings = [asdict(config.board), asdict(TissueConfig()), config.data]
+    """Names the tiles: everything that they depend on but the slides, whose names are unique in a
+    data set (the names of synthetic ones hold their seed)."""
+    data: object = config.data
+    if config.data == SYNTHETIC:
+        data = asdict(_biopsies(config))
+    settings = [asdict(config.board), asdict(TissueConfig()), data]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from planaria.pathology.bundle import ModelCard, build
+from planaria.pathology.bundle import ModelCard, build, source_colours
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
-from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD, load_weights
+from planaria.pathology.weights import load_weights
 from planaria.recipes.gleason.config import GleasonConfig
 from planaria.recipes.gleason.data import Prepared
 
@@ -32,7 +32,6 @@ def colours(data: Prepared, config: GleasonConfig) -> ColourStatistics:
 
 def card(data: Prepared, config: GleasonConfig) -> ModelCard:
     """What the model is; cuts are set when training has ended."""
-    source = ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD) if config.pretrained else None
     return ModelCard(
         kind="gleason",
         network=NetworkConfig(
@@ -44,7 +43,7 @@ def card(data: Prepared, config: GleasonConfig) -> ModelCard:
             lite=config.pretrained == "lite0",
         ),
         target=colours(data, config),
-        source=source,
+        source=source_colours(config.pretrained),
         dc=config.dc,
         board=config.board,
         loss=config.loss,

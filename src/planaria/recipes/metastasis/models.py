@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from planaria.pathology.bundle import ModelCard, build
+from planaria.pathology.bundle import ModelCard, build, source_colours
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
-from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD, load_weights
+from planaria.pathology.weights import load_weights
 from planaria.recipes.metastasis.config import PAPER_MEAN, PAPER_STD, MetastasisConfig
 from planaria.recipes.metastasis.data import Prepared
 
@@ -33,7 +33,6 @@ def colours(data: Prepared, config: MetastasisConfig) -> ColourStatistics:
 def card(data: Prepared, config: MetastasisConfig) -> ModelCard:
     """What the model is; the threshold is set when training has ended."""
     lite = config.pretrained == "lite0"
-    source = ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD) if config.pretrained else None
     return ModelCard(
         kind="metastasis",
         network=NetworkConfig(
@@ -46,7 +45,7 @@ def card(data: Prepared, config: MetastasisConfig) -> ModelCard:
             lite=lite,
         ),
         target=colours(data, config),
-        source=source,
+        source=source_colours(config.pretrained),
         dc=config.dc if config.pretrained else "standardise",
         trained_on=data.name,
     )
