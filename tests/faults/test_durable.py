@@ -99,12 +99,18 @@ def test_an_incomplete_checkpoint_is_never_chosen(
     folder = tmp_path / "checkpoints"
     names = {path.name for path in folder.iterdir()}
     assert "step-4" in names
-    shutil.copytree(folder / "step-4", folder / "step-90.partial")
+    shutil.copytree(folder / "step-4", folder / "step-90.e2.partial")
+    # Epochs begin anew: this is where the second run will write its own generation 8.
+    shutil.copytree(folder / "step-4", folder / "step-8.e1.partial")
+    (folder / "step-8.e1.partial" / "left_over").write_text("of a run that was killed")
     shutil.copytree(folder / "step-4", folder / "step-80")
     (folder / "step-80" / "complete.json").unlink()
     (folder / "step-70").write_text("not a folder")
-    second = run(DDP, tmp_path, workers=3)
+    second = run(like(DDP, checkpoint_every=4), tmp_path, workers=3)
     check_equal(second, calm(DDP, workers=3))
+    assert not list(folder.glob("*.partial"))
+    assert (folder / "step-8").is_dir()
+    assert not (folder / "step-8" / "left_over").exists()
     opened = second.events("opened")[-1]["at"]
     began = [e["generation"] for e in second.events("all_committed") if e["at"] > opened]
     assert began[0] == max(int(n[5:]) for n in names)

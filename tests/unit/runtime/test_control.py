@@ -409,11 +409,15 @@ def test_the_launcher_is_told_and_believed(tmp_path: Path) -> None:
         link.exited("w0", pid=client.process.pid, description="killed by SIGKILL", code=-9)
         (detected,) = wait_for(lambda: process.entries(journal.Detected))
         assert (detected.how, detected.reason) == ("pidfd", "killed by SIGKILL")
-        wait_for(lambda: [m for m in told if isinstance(m, control.WantSpare)])
         assert spare.first(messages.Assign).epoch == 2
         assert client.until("Fence")["reason"] == "killed by SIGKILL"
         note = link.request(control.SaveCheckpoint(reason="now"))
         assert note == "a durable checkpoint is written after the recovery"
+        assert not [m for m in told if isinstance(m, control.WantSpare)]
+        spare.report(2, 0)
+        plan = spare.first(messages.Plan, epoch=2)
+        spare.restored(2, 0, generation=plan.generation)
+        wait_for(lambda: [m for m in told if isinstance(m, control.WantSpare)])
         link.request(control.StopRun(reason="enough", exit_code=1))
         last = wait_for(lambda: [m for m in told if isinstance(m, control.EndRun)])[0]
         assert (last.exit_code, last.reason) == (1, "enough")

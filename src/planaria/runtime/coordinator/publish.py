@@ -82,6 +82,16 @@ def discard(out: Path, generation: int, *, epoch: int) -> None:
     shutil.rmtree(partial_path(out, generation, epoch=epoch), ignore_errors=True)
 
 
+def sweep(out: Path) -> None:
+    """Remove the partial folders that a killed run has left below ``out``.
+
+    For a run that begins and has ``out`` to itself: its epochs begin at 1 again, and it must not
+    meet parts that an earlier run has written under the same name.
+    """
+    for entry in (out / FOLDER).glob("step-*.partial"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -54,6 +54,7 @@ from planaria.runtime.membership.succession import (
     fill,
     form,
     lose,
+    owed,
     regroup,
     rehold,
 )
@@ -289,8 +290,8 @@ def _restored(state: State, event: RestoredBy) -> Transition:
         fields={"epoch": state.epoch, "generation": target, "lost": len(state.lost)},
     )
     return Transition(
-        replace(state, phase="training", lost=()),
-        (Broadcast(message=Released(epoch=state.epoch)), record),
+        replace(state, phase="training", lost=(), owed=0),
+        (Broadcast(message=Released(epoch=state.epoch)), record, *owed(state)),
         reason,
     )
 

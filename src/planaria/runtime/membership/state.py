@@ -129,6 +129,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     losses: Map[Shard, int] = Map()
     """Losses of a shard's owner that no plan has yet put to a step."""
     swaps: Map[Shard, Swaps] = Map()
+    owed: int = 0
+    """Fresh spares to ask for once this recovery is over: their start would take processor time
+    from it."""
     deaths: int = 0
     """Workers lost while forming."""
     joinless: bool = False

@@ -237,10 +237,14 @@ def _succeed(
     newcomers = tuple(send.worker for send in assigned)
     why = f"shard {shard} lost its owner {worker} ({reason}): epoch {epoch} begins"
     if state.vacant:
+        # Nobody is there to step in: who is to come is called at once.
+        wanted = [*wanted, *owed(state)]
+        state = replace(state, owed=0)
         timer: Actions = [StartTimer(epoch=epoch, seconds=state.config.no_spare)]
         outcome = f"{why} and waits for a spare, at most {state.config.no_spare:g} s"
     else:
-        timer = []
+        state = replace(state, owed=state.owed + len(wanted))
+        wanted, timer = [], []
         outcome = f"{why}, {', '.join(newcomers)} steps in"
     fields = {"epoch": epoch, "shard": shard, "worker": worker, "spare": ",".join(newcomers)}
     return Transition(
@@ -257,6 +261,11 @@ def _succeed(
         ),
         outcome,
     )
+
+
+def owed(state: State) -> Actions:
+    """Asks for the spares that replace those who stepped in."""
+    return [WantSpare(count=state.owed)] if state.owed else []
 
 
 def fill(state: State, *, avoid: str = "") -> tuple[State, list[Send]]:
@@ -304,7 +313,7 @@ def fill(state: State, *, avoid: str = "") -> tuple[State, list[Send]]:
 
 def _nobody_will_come(state: State) -> bool:
     starting = len(state.members) - len(state.owners) - len(state.spares)
-    return state.config.on_no_spare == "end" and starting == 0
+    return state.config.on_no_spare == "end" and starting == 0 and not state.owed
 
 
 def _no_spare(state: State) -> str:
