@@ -41,9 +41,9 @@ METASTASIS = MetastasisConfig(
 
 GLEASON = GleasonConfig(
     **NETWORK,
-    synthetic=600,
+    synthetic=660,
     slides_seed=0,
-    laboratories="B",
+    folds=3,
     tiles=16,
     px=64,
     mpp=2.0,
@@ -54,7 +54,8 @@ GLEASON = GleasonConfig(
     evals=5,
     lr=4e-3,
 )
-"""The bare baseline of the Gleason table: laboratory B's slides, a network that knows A's colours."""
+"""The bare baseline of the Gleason table: both laboratories' slides, a network that knows the colours
+of another tissue in A's."""
 
 SOURCE = dataclasses.replace(METASTASIS, laboratories="A", synthetic=(2048, 512, 512), seed=100)
 """What the Gleason table's networks are pre-trained on, as other people's are on ImageNet: another
