@@ -58,8 +58,8 @@ HEADLINES = (
     ),
     Headline(
         recipe="gleason",
-        setting="--synthetic 660 --folds 3 --width 0.25 --depth 0.5 --tiles 16 --px 64 --mpp 2.0 "
-        "--batch 8 --epochs 20 --evals 5 --lr 4e-3",
+        setting="--synthetic 1020 --width 0.25 --depth 0.5 --tiles 16 --px 64 --mpp 2.0 "
+        "--batch 8 --epochs 8 --evals 4 --lr 4e-3",
         method="--pbir --dc batchnorm --loss qwmse",
         bare=None,
         fault="kill:worker=1,step=200,phase=backward",
