@@ -8,7 +8,7 @@ from hotswap.rows import Row, Rows
 
 from pathbench.cells import EXTRAS, MEASURE, METASTASIS, SWITCHES, Cell, full, short
 from pathbench.figures import DRAWS, Gap, against_bare, gap, main_effect
-from pathbench.headline import HEADLINES, LAUNCH
+from pathbench.headline import HEADLINES
 
 CALIBRATED = {"metastasis": (0.80, 0.93), "gleason": (0.60, 0.80)}
 """Where the bare baselines are to land: neither failing nor solving the set. Source: the brief of
@@ -151,6 +151,17 @@ def _targets(rows: Rows) -> str:
             ]
         )
     runs = {(row["recipe"], row["which"]): row for row in rows.of("headline")}
+    launched = runs.get(("metastasis", "bare"))
+    if launched is not None:
+        low, high = CALIBRATED["metastasis"]
+        out.append(
+            [
+                "the same launched: two workers of half the batch, mean of 8 turns",
+                f"AUC {low:.2f} to {high:.2f}",
+                f"{launched['value']:.3f}",
+                _met(low <= launched["value"] <= high),
+            ]
+        )
     for recipe in MEASURE:
         calm, struck = runs.get((recipe, "calm")), runs.get((recipe, "struck"))
         if calm is None or struck is None:
@@ -195,7 +206,8 @@ def _headlines(rows: Rows) -> str:
     for headline in HEADLINES:
         for which in headline.runs:
             found = rows.of("headline", recipe=headline.recipe, which=which)
-            commands.append(f"{headline.command(which)} --out runs/{headline.recipe}-{which}")
+            command = found[-1]["command"] if found else headline.command(which)
+            commands.append(f"{command} --out runs/{headline.recipe}-{which}")
             if not found:
                 lines.append([f"{headline.recipe}, {which}", *["missing"] * 7])
                 continue
@@ -217,14 +229,32 @@ def _headlines(rows: Rows) -> str:
     head = ["run", "test part", "steps", "swaps", "steps again", "state", "samples", "seconds"]
     return "\n\n".join(
         [
-            f"Both recipes from the command line, `{LAUNCH}`. *calm* and *struck* are the same run "
-            "without and with a SIGKILL in the middle of a backward pass; equal digests mean the "
-            "same parameters, BatchNorm statistics and optimizer states to the bit, and the same "
-            "samples in the same order.",
+            "Both recipes from the command line, two workers and a spare. *calm* and *struck* "
+            "are the same run without and with a SIGKILL in the middle of a backward pass; equal "
+            "digests mean the same parameters, BatchNorm statistics and optimizer states to the bit, "
+            "and the same samples in the same order. A calm run with a swap lost a worker of its own "
+            "accord, by silence on a busy machine.",
             table(head, lines),
             "```\n" + "\n".join(commands) + "\n```",
+            *_tried(rows),
         ]
     )
+
+
+def _tried(rows: Rows) -> list[str]:
+    """What was launched before with other settings, and is not what the targets are read from."""
+    found = {row["which"]: row for row in rows.of("tried")}
+    if not found:
+        return []
+    change = gap([(found["calm"], found["bare"])])
+    values = f"AUC {found['calm']['value']:.4f} against {found['bare']['value']:.4f}"
+    commands = "\n".join(row["command"] for row in found.values())
+    return [
+        f"Tried before with another choice of parts, and not better than its baseline: {values}, "
+        f"{change}; one seed {change.verdict.replace(' (one seed)', '')}. Its baseline, with twice "
+        "the steps and the mean of 8 turns, lay above the band, where little is left to add.",
+        f"```\n{commands}\n```",
+    ]
 
 
 def _short(rows: Rows, recipe: str, *, seeds: int) -> str:
@@ -307,4 +337,7 @@ def _missing(found: Sequence[Row], wanted: Sequence[Cell]) -> list[str]:
         return []
     names = [f"{' + '.join(cell.on) or 'nothing'}, seed {cell.seed}" for cell in absent]
     more = "" if len(names) <= 6 else f"; and {len(names) - 6} more"
-    return [f"**Missing: {len(absent)} of {len(wanted)} runs** ({'; '.join(names[:6])}{more})."]
+    return [
+        f"**Missing: {len(absent)} of {len(wanted)} runs** ({'; '.join(names[:6])}{more}); "
+        "`python benchmarks/pathology.py --only factors,full` goes on there."
+    ]
