@@ -51,11 +51,11 @@ class Headline:
 HEADLINES = (
     Headline(
         recipe="metastasis",
-        setting="--synthetic 2048 512 2048 --width 0.25 --depth 0.5 --batch 16 --views 1 "
-        "--epochs 4 --evals 2 --lr 4e-3 --no-rcc --no-attention",
-        method="--stem-stride 1 --fusion",
-        bare="--stem-stride 2 --no-fusion",
-        fault="kill:worker=1,step=100,phase=backward",
+        setting="--synthetic 512 512 2048 --width 0.25 --depth 0.5 --stem-stride 2 --batch 16 "
+        "--epochs 32 --evals 4 --lr 4e-3 --no-attention --no-fusion",
+        method="--rcc",
+        bare="--no-rcc",
+        fault="kill:worker=1,step=200,phase=backward",
     ),
     Headline(
         recipe="gleason",

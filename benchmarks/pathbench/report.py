@@ -156,7 +156,7 @@ def _targets(rows: Rows) -> str:
         low, high = CALIBRATED["metastasis"]
         out.append(
             [
-                "the same launched: two workers of half the batch, mean of 8 turns",
+                "the baseline that was launched, two workers",
                 f"AUC {low:.2f} to {high:.2f}",
                 f"{launched['value']:.3f}",
                 _met(low <= launched["value"] <= high),
@@ -243,17 +243,26 @@ def _headlines(rows: Rows) -> str:
 
 def _tried(rows: Rows) -> list[str]:
     """What was launched before with other settings, and is not what the targets are read from."""
-    found = {row["which"]: row for row in rows.of("tried")}
-    if not found:
+    lines: list[list[object]] = []
+    for attempt in dict.fromkeys(row["attempt"] for row in rows.of("tried")):
+        found = {row["which"]: row for row in rows.of("tried", attempt=attempt)}
+        calm, bare = found["calm"], found["bare"]
+        change = gap([(calm, bare)])
+        lines.append(
+            [
+                f"`{calm['command'].partition('--synthetic ')[2]}`",
+                f"{bare['value']:.4f}",
+                f"{calm['value']:.4f}",
+                change,
+                change.verdict,
+            ]
+        )
+    if not lines:
         return []
-    change = gap([(found["calm"], found["bare"])])
-    values = f"AUC {found['calm']['value']:.4f} against {found['bare']['value']:.4f}"
-    commands = "\n".join(row["command"] for row in found.values())
     return [
-        f"Tried before with another choice of parts, and not better than its baseline: {values}, "
-        f"{change}; one seed {change.verdict.replace(' (one seed)', '')}. Its baseline, with twice "
-        "the steps and the mean of 8 turns, lay above the band, where little is left to add.",
-        f"```\n{commands}\n```",
+        "Tried before on the same patches with other parts and sizes, and not what the targets are "
+        "read from:",
+        table(["options after `--synthetic`", "bare AUC", "AUC", "difference", "verdict"], lines),
     ]
 
 
@@ -268,6 +277,11 @@ def _short(rows: Rows, recipe: str, *, seeds: int) -> str:
     if shown:
         minutes = sum(row["cpu_s"] for row in shown) / 60
         notes.append(f"{len(shown)} runs, {minutes:.0f} minutes of one core.")
+    for row in rows.of("calibration", recipe=recipe):
+        notes.append(
+            f"Another size was tried for the bare baseline and given up, being outside the band: "
+            f"{row['setting']} give {row['value']:.3f}."
+        )
     if EXTRAS[recipe]:
         notes.append("Larger λ are tried by themselves only, and stand in no combination.")
     return "\n\n".join([*notes, *_missing(found, wanted)])
