@@ -30,12 +30,13 @@ class Gap:
     @property
     def verdict(self) -> str:
         """What may be said: only where the interval and every seed agree on a direction."""
-        few = "" if len(self.seeds) > 1 else " (one seed)"
+        if len(self.seeds) < 2:
+            return "one seed: no verdict"
         if self.low > 0 and min(self.seeds) > 0:
-            return f"adds{few}"
+            return "adds"
         if self.high < 0 and max(self.seeds) < 0:
-            return f"takes away{few}"
-        return f"adds nothing that is shown{few}"
+            return "takes away"
+        return "adds nothing that is shown"
 
     def __str__(self) -> str:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"

@@ -97,7 +97,7 @@ def _three(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, A
         (Gap(0.03, 0.01, 0.05, (0.07, -0.01)), "adds nothing that is shown"),
         (Gap(0.03, -0.01, 0.05, (0.02, 0.04)), "adds nothing that is shown"),
         (Gap(-0.03, -0.05, -0.01, (-0.02, -0.04)), "takes away"),
-        (Gap(0.03, 0.01, 0.05, (0.03,)), "adds (one seed)"),
+        (Gap(0.03, 0.01, 0.05, (0.03,)), "one seed: no verdict"),
     ],
 )
 def test_a_verdict_needs_the_interval_and_every_seed(found: Gap, verdict: str) -> None:
@@ -188,8 +188,7 @@ def test_the_page_says_what_is_missed_and_what_is_missing(tmp_path: Path) -> Non
     assert "| gleason, worker killed | equal digests | missing | **no** |" in page
     # Its AUC of 0.76 is below the band.
     assert "| bare metastasis baseline | AUC 0.80 to 0.93 | 0.7" in page
-    assert "| adds (one seed) |" in page
-    assert "| +0.000 [+0.000, +0.000] | adds nothing that is shown (one seed) |" in page
+    assert "| +0.000 [+0.000, +0.000] | one seed: no verdict |" in page
     assert "**Missing: 4 of 6 runs** (RCC, seed 0; attention, seed 0; fusion, seed 0;" in page
     assert "**Missing: 46 of 48 runs**" in page
     assert json.loads(rows.path.read_text().splitlines()[0])["unit"] == "cell/metastasis/nothing/0"
