@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import faith_embedded as embedded
+import faith_speed as speed
 import tyro
+from faith_speed import table
 
 from planaria.faithfulness.chains import Chain
 from planaria.faithfulness.combine import cross_fit
 from planaria.faithfulness.control import correct
-from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.calculator import CalculatorJudge
-from planaria.faithfulness.judges.protocol import Verdict, decide
+from planaria.faithfulness.judges.panel import PanelJudge
 from planaria.faithfulness.meta import (
     Pair,
     ShorterJudge,
@@ -32,16 +32,18 @@ from planaria.faithfulness.meta import (
     meta_evaluate,
     pair_accuracy,
     pair_gain,
-    pairs_of,
 )
 from planaria.faithfulness.perturb import Kind, RulePerturber
 from planaria.faithfulness.readers import read_chains
 from planaria.faithfulness.run import score_chains
-from planaria.faithfulness.scores import ChainScore, Contrast, Settings
+from planaria.faithfulness.scores import ChainScore, Settings
 from planaria.faithfulness.select import Candidate, evaluate
-from planaria.faithfulness.statistics import Interval, mean_interval
+from planaria.faithfulness.statistics import Interval, auroc, mean_interval, resample
+from planaria.faithfulness.store import request_key
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "faith.md"
+
+SPEED = RESULTS.parent / "faith" / "speed.md"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Faith:
     embedded_questions: int = 400
     """GSM8K questions that the embedded model may get to."""
     speed: bool = True
-    """Measure speed, too."""
+    """Measure throughput and shared prefixes; off takes what was measured last."""
 
 
 async def calculated(chains: Sequence[Chain], settings: Settings) -> list[ChainScore]:
@@ -66,53 +68,110 @@ async def calculated(chains: Sequence[Chain], settings: Settings) -> list[ChainS
     return list(report.scores)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
-
-
 def percent(value: Interval) -> str:
     """An interval in percent."""
     return f"{100 * value.estimate:.1f} % [{100 * value.low:.1f}, {100 * value.high:.1f}]"
 
 
+def measures(scores: Sequence[ChainScore]) -> list[tuple[object, ...]]:
+    """Rows of a table of agreement with labels."""
+    return [(m.name, m.value, m.value.n, m.left_out) for m in meta_evaluate(scores).measures]
+
+
+MEASURES = ("measure", "value and 95 % interval", "n", "left out")
+
+
 async def arithmetic(data: Path) -> list[str]:
-    """BIG-Bench-Mistake, arithmetic."""
+    """BIG-Bench-Mistake, arithmetic: calculator, embedded, panel."""
     chains = read_chains(data / "mistake_arithmetic.jsonl").chains
-    found = meta_evaluate(await calculated(chains, Settings(splits=1)))
-    rows = [(m.name, m.value, m.value.n, m.left_out) for m in found.measures]
-    return [
+    scores = await calculated(chains, Settings(splits=1))
+    found = meta_evaluate(scores)
+    lines = [
         "## mistake_arithmetic, calculator",
         "",
         f"{len(chains)} chains. `_explained` leaves out the {len(found.unexplained)} chains whose "
         "final answer is wrong though no mistake is labelled.",
         "",
-        *table(("measure", "value and 95 % interval", "n", "left out"), rows),
+        *table(MEASURES, measures(scores)),
         "Chains with a wrong answer and no labelled mistake: " + ", ".join(found.unexplained) + ".",
         "",
     ]
+    model, panel, some = await both(chains, embedded.Rows())
+    if not some:
+        return lines
+    how = (
+        f"{len(some)} of {len(chains)} chains (a random order), one split, the next step only. "
+        "R = C · F*. The embedded model does not verify steps, so the steps of the panel are the "
+        "calculator's."
+    )
+    judged = {s.chain.id: s for s in scores}
+    calculator = [judged[chain.id] for chain in some]
+    return [
+        *lines,
+        "## mistake_arithmetic, embedded and panel",
+        "",
+        how,
+        "",
+        *table(
+            ("judge", "measure", "value and 95 % interval", "n"),
+            [
+                *ranking("calculator", calculator),
+                *ranking("embedded", model),
+                *ranking("panel", panel),
+            ],
+        ),
+    ]
 
 
-def rebuilt(chain: Chain, row: dict[str, Any]) -> ChainScore:
-    """A score from a raw row."""
-    contrasts = tuple(
-        Contrast(
-            split=split,
-            kind=Kind.PARAPHRASE if null else Kind(kind),
-            control_of=Kind(kind) if null else None,
-            win=win,
-            longer=longer,
-        )
-        for split, kind, null, win, longer in row["contrasts"]
+def ranking(name: str, scores: Sequence[ChainScore]) -> list[tuple[object, ...]]:
+    """What C, F*, R and, where steps were verified, the flaw score say of flawed chains."""
+    out: list[tuple[object, ...]] = []
+    for label, of in (
+        ("AUROC of flawed chains by 1 - C", lambda s: s.consistency),
+        ("AUROC of flawed chains by 1 - F*", lambda s: s.faithfulness),
+        ("AUROC of flawed chains by 1 - R", lambda s: s.reliability),
+        ("AUROC of flawed chains by steps", lambda s: None if s.flaw is None else 1 - s.flaw),
+    ):
+        known = [
+            (1 - of(s), s)
+            for s in scores
+            if of(s) is not None and s.chain.labels.flawed is not None
+        ]
+        if known:
+            value = area([v for v, _ in known], [s for _, s in known])
+            out.append((name, label, value, value.n))
+    flawed = [s for s in scores if s.chain.labels.flawed and s.flaw is not None]
+    if flawed:
+        right = [float(s.breaks_at == s.chain.labels.first_wrong) for s in flawed]
+        value = mean_interval(right, clusters=[s.chain.question_id for s in flawed])
+        out.append((name, "first wrong step named", value, value.n))
+    return out
+
+
+def area(values: Sequence[float], scores: Sequence[ChainScore]) -> Interval:
+    """AUROC for flawed chains, by question."""
+    flawed = [bool(s.chain.labels.flawed) for s in scores]
+    return resample(
+        lambda weights: auroc(values, flawed, weights=weights),
+        clusters=[s.chain.question_id for s in scores],
     )
-    wins = [c.win for c in contrasts if c.win is not None and c.kind is not Kind.PARAPHRASE]
-    return ChainScore(
-        chain=chain,
-        consistency=row["c"],
-        win_rate=sum(wins) / len(wins) if wins else None,
-        contrasts=contrasts,
-    )
+
+
+async def both(
+    chains: Sequence[Chain], rows: embedded.Rows
+) -> tuple[list[ChainScore], list[ChainScore], list[Chain]]:
+    """Embedded and the panel of it and the calculator on the chains that were measured."""
+    kept = embedded.Kept(rows)
+    panel = PanelJudge([CalculatorJudge(), kept])
+    one: list[ChainScore] = []
+    two: list[ChainScore] = []
+    for chain in chains:
+        score = await embedded.kept_score(chain, kept)
+        joint = None if score is None else await embedded.kept_score(chain, panel)
+        if score is not None and joint is not None:
+            one.append(score)
+            two.append(joint)
+    return correct(one), correct(two), [score.chain for score in one]
 
 
 def candidates_of(scores: Sequence[ChainScore]) -> list[Candidate]:
@@ -140,29 +199,12 @@ def selections(title: str, note: str, scores: Sequence[ChainScore], fit: bool) -
     return [f"## {title}", "", note, "", *table(head, rows)]
 
 
-def panel_of(one: Sequence[ChainScore], other: Sequence[ChainScore]) -> list[ChainScore]:
-    """The panel from two judges' scores: means of what is known."""
-    out: list[ChainScore] = []
-    for a, b in zip(one, other, strict=True):
-        values: dict[str, float | None] = {}
-        for name in ("consistency", "faithfulness"):
-            known = [v for v in (getattr(a, name), getattr(b, name)) if v is not None]
-            values[name] = sum(known) / len(known) if known else None
-        out.append(
-            replace(a, consistency=values["consistency"], faithfulness=values["faithfulness"])
-        )
-    return out
-
-
 async def gsm8k(data: Path) -> list[str]:
     """Selection among graded chains, and the null control."""
     chains = read_chains(data / "gsm8k_graded_chains.jsonl").chains
     start = time.process_time()
     scores = await calculated(chains, Settings())
     seconds = time.process_time() - start
-    start = time.process_time()
-    await calculated(chains, Settings(splits=1, horizon=1))
-    quick = time.process_time() - start
     lines = selections(
         "GSM8K graded chains, calculator",
         f"{len(chains)} chains of {len({c.question_id for c in chains})} questions, no model at "
@@ -172,28 +214,23 @@ async def gsm8k(data: Path) -> list[str]:
         True,
     )
     lines += [
-        f"Scoring all {len(chains)} chains with the calculator took {seconds:.1f} s of processor "
-        f"time with three splits and five kinds, {quick:.1f} s with one split and the next step.",
+        f"Scoring all {len(chains)} chains with the calculator (three splits, five kinds, every "
+        f"step verified) took {seconds:.1f} s of processor time of one core.",
         "",
     ]
-    rows = embedded.done(embedded.CHAINS)
-    by_question = Counter(row["question"] for row in rows.values())
+    model, panel, every = await both(chains, embedded.Rows())
+    by_question = Counter(chain.question_id for chain in every)
     whole = {q for q, n in by_question.items() if n == 4}
-    some = [c for c in chains if c.question_id in whole and c.id in rows]
-    if not some:
+    if not whole:
         return lines
-    model = correct([rebuilt(chain, rows[chain.id]) for chain in some])
-    calculator = [s for s in scores if s.chain.id in {c.id for c in some}]
-    subset = f"A random {len(whole)} of the 400 questions; the rest was not measured."
-    lines += selections("GSM8K, embedded", subset, model, len(whole) >= 30)
-    lines += selections(
-        "GSM8K, panel of calculator and embedded",
-        subset + " Means of the two judges' C and F*.",
-        panel_of(calculator, model),
-        len(whole) >= 30,
-    )
-    every = [rebuilt(c, rows[c.id]) for c in chains if c.id in rows]
-    return lines + null_control(every)
+    subset = f"A random {len(whole)} of the 400 questions, one split, the next step only."
+    for title, some in (
+        ("GSM8K, embedded", model),
+        ("GSM8K, panel of calculator and embedded", panel),
+    ):
+        here = [s for s in some if s.chain.question_id in whole]
+        lines += selections(title, subset, here, len(whole) >= 30)
+    return lines + null_control(model)
 
 
 def null_control(scores: Sequence[ChainScore]) -> list[str]:
@@ -227,24 +264,22 @@ def null_control(scores: Sequence[ChainScore]) -> list[str]:
 
 
 async def prmbench(data: Path) -> list[str]:
-    """Pairs by the embedded model and its controls."""
-    every, dropped = pairs_of(read_chains(data / "prmbench_pairs.jsonl").chains)
-    rows = embedded.done(embedded.PAIRS)
-    pairs = [pair for pair in every if pair.id in rows]
+    """Pairs by the embedded model, its controls, and the panel with the calculator."""
+    every, dropped = embedded.pairs_in(data)
+    rows = embedded.Rows()
+    kept, blind = (embedded.Kept(rows, context=context) for context in (True, False))
+    pairs = [
+        pair
+        for pair in every
+        if all(request_key(k.name, pair.request) in rows.rows for k in (kept, blind))
+    ]
     if not pairs:
         return []
-
-    def values(field: str) -> list[float]:
-        two = [rows[pair.id][field] for pair in pairs]
-        return [1.0 if a > b else 0.0 if a < b else 0.5 for a, b in two]
-
-    context, alone = values("context"), values("alone")
+    context = await judge_pairs(pairs, judge=kept)
+    alone = await judge_pairs(pairs, judge=blind)
     shorter = await judge_pairs(pairs, judge=ShorterJudge())
     calculator = await judge_pairs(pairs, judge=CalculatorJudge())
-    panel = [
-        a if b is None or b == 0.5 else (a + b) / 2
-        for a, b in zip(context, calculator, strict=True)
-    ]
+    panel = await judge_pairs(pairs, judge=PanelJudge([CalculatorJudge(), kept]))
     out = [
         ("embedded", pair_accuracy(pairs, context), ""),
         (
@@ -254,7 +289,7 @@ async def prmbench(data: Path) -> list[str]:
         ),
         ("control: the shorter wins", pair_accuracy(pairs, shorter), gain(pairs, context, shorter)),
         ("calculator (undecided left out)", pair_accuracy(pairs, calculator), ""),
-        ("panel of both", pair_accuracy(pairs, panel), ""),
+        ("panel of both", pair_accuracy(pairs, panel), gain(pairs, context, panel)),
     ]
     by_class: list[tuple[object, ...]] = []
     for kind in sorted({pair.kind for pair in pairs}):
@@ -284,93 +319,6 @@ def gain(pairs: Sequence[Pair], one: Sequence[float | None], other: Sequence[flo
     return str(pair_gain(pairs, one, other))
 
 
-class Slow(CalculatorJudge):
-    """A stub of fixed latency."""
-
-    name = "slow/1"
-    concurrent = True
-
-    async def ask(self, requests: Sequence[Any]) -> list[Verdict]:
-        """After two seconds."""
-        await asyncio.sleep(2.0)
-        return [decide(0.9, "slow") for _ in requests]
-
-
-async def throughput() -> list[str]:
-    """What Inspect can send, and what a latency of 2 s at 64 connections allows."""
-    from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage, get_model
-
-    from planaria.faithfulness.judges.models import InspectJudge
-    from planaria.faithfulness.judges.protocol import Verify
-
-    latency = {"s": 2.0}
-
-    async def outputs(messages: Any, tools: Any, choice: Any, config: Any) -> ModelOutput:
-        if latency["s"]:
-            await asyncio.sleep(latency["s"])
-        output = ModelOutput.from_content("mockllm/model", "Verdict: right")
-        output.usage = ModelUsage(input_tokens=9, output_tokens=3, total_tokens=12)
-        return output
-
-    model = get_model(
-        "mockllm/model",
-        custom_outputs=outputs,
-        config=GenerateConfig(max_connections=64),
-        memoize=False,
-    )
-    judge = InspectJudge(model)
-    requests = [Verify(question="q", prefix=(), step=f"step {i}") for i in range(640)]
-    start = time.monotonic()
-    await judge.ask(requests)
-    waited = time.monotonic() - start
-    latency["s"] = 0.0
-    start = time.monotonic()
-    await judge.ask(requests)
-    bare = len(requests) / (time.monotonic() - start)
-    allowed = 2.0 * len(requests) / 64
-    return [
-        "## Throughput",
-        "",
-        f"640 calls through Inspect to a stub of 2 s latency with 64 connections: {waited:.1f} s, "
-        f"{100 * allowed / waited:.0f} % of what the latency allows ({allowed:.0f} s). Inspect's "
-        f"own ceiling, the same calls without latency: {bare:.0f} calls/s. Two shared cores.",
-        "",
-    ]
-
-
-async def sharing(data: Path) -> list[str]:
-    """The likelihood judge with and without shared prefixes, in processor time."""
-    from planaria.faithfulness.judges.embedded import NAME, embedded_folder, local_scorer
-    from planaria.faithfulness.judges.likelihood import LikelihoodJudge, Scorer
-
-    fast = local_scorer(embedded_folder())
-    slow = Scorer(fast.model, tokenizer=fast.tokenizer, share=False)
-    chain = read_chains(data / "gsm8k_questions.jsonl").chains[5]
-    rows: list[tuple[object, ...]] = []
-    for name, horizon in (("whole continuations", 0), ("the next step only", 1)):
-        seconds: list[float] = []
-        for scorer in (fast, slow):
-            start = time.process_time()
-            await score_chain(
-                chain,
-                judge=LikelihoodJudge(scorer, name=NAME),
-                perturber=RulePerturber(),
-                settings=Settings(horizon=horizon),
-            )
-            seconds.append(time.process_time() - start)
-        rows.append(
-            (name, f"{seconds[0]:.1f} s", f"{seconds[1]:.1f} s", f"{seconds[1] / seconds[0]:.1f}")
-        )
-    head = ("compared", "shared", "each on its own", "times faster")
-    return [
-        "## Shared prefixes",
-        "",
-        "One GSM8K chain, three splits, all kinds and null controls, processor time of one thread.",
-        "",
-        *table(head, rows),
-    ]
-
-
 async def main(config: Faith) -> None:
     """Measure and write."""
     if config.embedded_seconds:
@@ -390,13 +338,14 @@ async def main(config: Faith) -> None:
     lines += await arithmetic(config.data)
     lines += await gsm8k(config.data)
     lines += await prmbench(config.data)
-    if config.speed:
-        lines += await throughput()
-        lines += await sharing(config.data)
+    lines += SPEED.read_text(encoding="utf-8").split("\n") if SPEED.is_file() else []
     text = "\n".join(lines).rstrip() + "\n"
     RESULTS.write_text(text, encoding="utf-8")
     print(text)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(tyro.cli(Faith)))
+    config = tyro.cli(Faith)
+    if config.speed:
+        speed.measure(config.data, SPEED)
+    asyncio.run(main(config))

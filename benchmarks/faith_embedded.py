@@ -1,9 +1,10 @@
 """The expensive part of benchmarks/faith.py: the embedded model over labelled data, resumable.
 
-    python benchmarks/faith_embedded.py --data FOLDER --questions 40
+    python benchmarks/faith_embedded.py --data FOLDER --seconds 600
 
-Appends one JSON line per pair or chain to docs/results/faith/*.jsonl and skips those that are
-there. The lines hold ids and numbers, none of the data.
+Appends one JSON line per verdict to docs/results/faith/embedded.jsonl, keyed as a run's journal is
+(judge, request, repeat), and asks nothing that is there. The lines hold keys and probabilities,
+none of the data.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,15 @@ from planaria.faithfulness.judges.likelihood import (
     LikelihoodSettings,
     Scorer,
 )
-from planaria.faithfulness.meta import Pair, pairs_of
-from planaria.faithfulness.perturb import Kind, RulePerturber
+from planaria.faithfulness.judges.protocol import Judge, Request, Verdict, abstain, decide, tie
+from planaria.faithfulness.meta import Pair, judge_pairs, pairs_of
+from planaria.faithfulness.perturb import RulePerturber
 from planaria.faithfulness.readers import read_chains
 from planaria.faithfulness.scores import ChainScore, Settings
+from planaria.faithfulness.store import request_key
 
-RAW = Path(__file__).resolve().parent.parent / "docs" / "results" / "faith"
-PAIRS = RAW / "prmbench.embedded.jsonl"
-CHAINS = RAW / "gsm8k.embedded.jsonl"
-SETTINGS = Settings(splits=1, horizon=1, verify_steps=False)
+RAW = Path(__file__).resolve().parent.parent / "docs" / "results" / "faith" / "embedded.jsonl"
+SETTINGS = Settings(splits=1, horizon=1)
 """What can be afforded on a CPU: one split a chain, the next step only."""
 
 
@@ -45,109 +47,129 @@ class Embedded:
 
     data: Path
     """Folder with the labelled data."""
-    questions: int = 40
-    """GSM8K questions (four chains each) beside all PRMBench pairs."""
+    questions: int = 400
+    """GSM8K questions (four chains each) beside all of mistake_arithmetic and all PRMBench pairs."""
     seconds: float = 1e9
     """Stop after so long; a later call goes on."""
 
 
-def done(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows of a raw file by id; a line that was cut is left out."""
-    rows: dict[str, dict[str, Any]] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+class MissingError(Exception):
+    """A verdict is not in the file, and no model is there to ask."""
+
+
+class Rows:
+    """Lines by key in a file that only grows; a line that was cut is left out."""
+
+    def __init__(self, path: Path = RAW) -> None:
+        self.path = path
+        self.rows: dict[str, Any] = {}
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            rows[row["id"]] = row
-    return rows
+            self.rows[row["k"]] = row["p"]
+
+    def put(self, key: str, value: Any) -> None:
+        """One line, flushed."""
+        self.rows[key] = value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"k": key, "p": value}, separators=(",", ":")) + "\n")
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """One line, flushed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row, separators=(",", ":")) + "\n")
+class Kept:
+    """The likelihood judge, from the file; what is missing is asked of the model, if there is one.
+
+    ``context`` off is the control that sees the continuations alone.
+    """
+
+    order_matters = False
+    samples = False
+
+    def __init__(self, rows: Rows, *, scorer: Scorer | None = None, context: bool = True) -> None:
+        settings = LikelihoodSettings(context=context)
+        self.rows, self.scorer = rows, scorer
+        self.judge = LikelihoodJudge(scorer, name=NAME, settings=settings)  # type: ignore[arg-type]
+        self.name, self.answers = self.judge.name, self.judge.answers
+        self.later: list[Request] | None = None
+
+    async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
+        """Verdicts; raises :class:`MissingError` for one that is neither kept nor askable. While
+        ``later`` is a list, what is missing is put there instead."""
+        keys = [request_key(self.name, request) for request in requests]
+        missing = [i for i, key in enumerate(keys) if key not in self.rows.rows]
+        if missing and self.later is not None:
+            self.later += [requests[i] for i in missing]
+            return [abstain("later") for _ in requests]
+        if missing and self.scorer is None:
+            raise MissingError(keys[missing[0]])
+        for i, verdict in zip(
+            missing, await self.judge.ask([requests[i] for i in missing]) if missing else (),
+            strict=True,
+        ):  # fmt: skip
+            self.rows.put(keys[i], None if verdict.p is None else round(verdict.p, 6))
+        return [_verdict(self.rows.rows[key]) for key in keys]
 
 
-def measure_pair(pair: Pair, scorer: Scorer) -> None:
-    """Mean log-probabilities of both continuations, with and without question and prefix."""
-    judge = LikelihoodJudge(scorer, name=NAME)
-    alone = LikelihoodJudge(scorer, name=NAME, settings=LikelihoodSettings(context=False))
-    request = pair.request
-    wanted = []
-    for reader in (judge, alone):
-        pieces = reader.context(request.question, request.prefix)
-        wanted += [(pieces, "\n".join(side)) for side in (request.a, request.b)]
-    scored = scorer.score(wanted)
-    means = [round(one.mean, 5) for one in scored]
-    append(
-        PAIRS,
-        {
-            "id": pair.id,
-            "question": pair.question_id,
-            "kind": pair.kind,
-            "context": means[:2],
-            "alone": means[2:],
-            "tokens": [one.tokens for one in scored[:2]],
-            "characters": [sum(map(len, side)) for side in (request.a, request.b)],
-        },
-    )
+def _verdict(p: float | None) -> Verdict:
+    if p is None:
+        return abstain("kept")
+    return tie("kept") if p == 0.5 else decide(p, "kept")
 
 
-def compact(score: ChainScore) -> dict[str, Any]:
-    """A chain's score without its text."""
-    return {
-        "id": score.chain.id,
-        "question": score.chain.question_id,
-        "c": None if score.consistency is None else round(score.consistency, 5),
-        "contrasts": [
-            [
-                c.split,
-                (c.control_of or c.kind).value,
-                int(c.kind is Kind.PARAPHRASE),
-                c.win,
-                c.longer,
-            ]
-            for c in score.contrasts
-        ],
-    }
+async def kept_score(chain: Chain, judge: Judge) -> ChainScore | None:
+    """A chain's score, or None where the model has not been asked all of it."""
+    try:
+        return await score_chain(chain, judge=judge, perturber=RulePerturber(), settings=SETTINGS)
+    except MissingError:
+        return None
 
 
-async def measure_chain(chain: Chain, scorer: Scorer) -> None:
-    """C and contrasts of one of GSM8K's graded chains."""
-    judge = LikelihoodJudge(scorer, name=NAME)
-    score = await score_chain(chain, judge=judge, perturber=RulePerturber(), settings=SETTINGS)
-    append(CHAINS, compact(score))
+async def ask_at_once(chains: Sequence[Chain], judge: Kept) -> None:
+    """All that scoring these chains would ask, in one batch: what the chains of a question share is
+    computed once. No request depends on an earlier verdict."""
+    judge.later = []
+    for chain in chains:
+        await kept_score(chain, judge)
+    wanted, judge.later = list(dict.fromkeys(judge.later)), None
+    if wanted:
+        await judge.ask(wanted)
+
+
+def pairs_in(data: Path) -> tuple[list[Pair], int]:
+    """PRMBench's pairs, and how many were excluded."""
+    return pairs_of(read_chains(data / "prmbench_pairs.jsonl").chains)
 
 
 async def measure(config: Embedded) -> None:
-    """What is missing, pairs and chains by turns, in an order drawn once: whatever was reached when
-    the time is up is a random part."""
+    """What is missing, the data sets by turns, each in an order drawn once: whatever was reached
+    when the time is up is a random part."""
     until = time.monotonic() + config.seconds
     scorer = local_scorer(embedded_folder())
-    pairs, _ = pairs_of(read_chains(config.data / "prmbench_pairs.jsonl").chains)
-    random.Random(0).shuffle(pairs)
-    known = done(PAIRS)
-    pairs = [pair for pair in pairs if pair.id not in known]
-    chains = read_chains(config.data / "gsm8k_graded_chains.jsonl").chains
-    questions = sorted({chain.question_id for chain in chains})
-    random.Random(0).shuffle(questions)
-    known = done(CHAINS)
-    left = [
-        chain
-        for question in questions[: config.questions]
-        for chain in chains
-        if chain.question_id == question and chain.id not in known
+    rows = Rows()
+    judges = [Kept(rows, scorer=scorer, context=context) for context in (True, False)]
+    pairs, _ = pairs_in(config.data)
+    mistakes = list(read_chains(config.data / "mistake_arithmetic.jsonl").chains)
+    graded = read_chains(config.data / "gsm8k_graded_chains.jsonl").chains
+    questions = sorted({chain.question_id for chain in graded})
+    for some in (pairs, mistakes, questions):
+        random.Random(0).shuffle(some)
+    pairs = [
+        p for p in pairs if any(request_key(j.name, p.request) not in rows.rows for j in judges)
     ]
-    for pair, chain in itertools.zip_longest(pairs, left):
+    by_question = {q: [c for c in graded if c.question_id == q] for q in questions}
+    turns = itertools.zip_longest(pairs, mistakes, questions[: config.questions])
+    for pair, mistake, question in turns:
         if time.monotonic() > until:
             break
         if pair is not None:
-            measure_pair(pair, scorer)
-        if chain is not None:
-            await measure_chain(chain, scorer)
+            for judge in judges:
+                await judge_pairs([pair], judge=judge)
+        if mistake is not None:
+            await ask_at_once([mistake], judges[0])
+        await ask_at_once(by_question.get(question or "", ()), judges[0])
 
 
 if __name__ == "__main__":

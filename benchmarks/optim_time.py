@@ -1,7 +1,9 @@
 """Time of the optimizers' own arithmetic against ``torch.optim.AdamW(foreach=True)``.
 
 One process, no link: what a step costs besides communication, as CPU time of one thread. Turns of
-all optimizers alternate, so that other load on the machine's caches meets all of them alike.
+all optimizers alternate, so that other load on the machine's caches meets all of them alike. A lone
+worker owns every weight; one of four owns a quarter, and whatever it would receive is a copy of
+what it sends.
 
     python benchmarks/optim_time.py --out docs/results/optim_time.md
 """
@@ -9,15 +11,18 @@ all optimizers alternate, so that other load on the machine's caches meets all o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from planaria.optim import AdamS, Scape, Sharded
+from planaria.optim import AdamS, Scape, Sharded, scape, sharded
+from planaria.optim.collectives import Done, Pending, Workers
 
 BASE = "AdamW(foreach=True)"
 
@@ -32,24 +37,56 @@ def parameters(layers: int, width: int) -> list[nn.Parameter]:
     return params
 
 
-def candidates(layers: int, width: int) -> dict[str, Any]:
-    """Every optimizer on parameters of its own."""
+class Echo(Workers):
+    """Stands in for the link: one of ``size`` workers, who all send what this one does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(None)
+        self.size = size
+
+    def exchange(self, received_NS: Tensor, sent_NS: Tensor) -> Pending:
+        if received_NS is not sent_NS:
+            received_NS.copy_(sent_NS)
+        return Done()
+
+    def gather(self, rows_NS: Tensor, row_S: Tensor) -> Pending:
+        rows_NS.view(self.size, -1).copy_(row_S.view(1, -1))
+        return Done()
+
+
+@contextlib.contextmanager
+def workers(size: int) -> Generator[None]:
+    """Inside it optimizers are built for one of ``size`` workers without a link."""
+    kept = scape.Workers, sharded.Workers
+    scape.Workers = sharded.Workers = lambda _: Echo(size)
+    try:
+        yield
+    finally:
+        scape.Workers, sharded.Workers = kept
+
+
+def candidates(layers: int, width: int) -> dict[tuple[str, int], Any]:
+    """Every optimizer on parameters of its own, by name and number of workers."""
 
     def fresh() -> list[nn.Parameter]:
         return parameters(layers, width)
 
-    return {
-        BASE: torch.optim.AdamW(fresh(), foreach=True),
-        "AdamW(fused=True)": torch.optim.AdamW(fresh(), fused=True),
-        "AdamS()": AdamS(fresh()),
-        "AdamS(foreach=True)": AdamS(fresh(), foreach=True),
-        "Sharded(AdamS)": Sharded(AdamS, fresh()),
-        "Scape(density=0.1)": Scape(fresh(), density=0.1, check_every=0),
-        "Scape(density=0.01)": Scape(fresh(), density=0.01, check_every=0),
-        "Scape(density=0.01, unsent='local')": Scape(
-            fresh(), density=0.01, unsent="local", check_every=0
-        ),
+    found: dict[tuple[str, int], Any] = {
+        (BASE, 1): torch.optim.AdamW(fresh(), foreach=True),
+        ("AdamW(fused=True)", 1): torch.optim.AdamW(fresh(), fused=True),
+        ("AdamS()", 1): AdamS(fresh()),
+        ("AdamS(foreach=False)", 1): AdamS(fresh(), foreach=False),
     }
+    for size in (1, 4):
+        with workers(size):
+            found["Sharded(AdamS)", size] = Sharded(AdamS, fresh())
+            for density in (0.1, 0.01):
+                for unsent in ("frozen", "local"):
+                    name = f"Scape(density={density}, unsent={unsent!r})"
+                    found[name, size] = Scape(
+                        fresh(), density=density, unsent=unsent, check_every=0
+                    )
+    return found
 
 
 def main() -> None:
@@ -61,7 +98,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     optimizers = candidates(args.layers, args.width)
-    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    # As after a backward of a large model: glibc then keeps what it gets instead of mapping anew.
+    for _ in range(2):
+        torch.empty(7 << 20)
+    seconds: dict[tuple[str, int], list[float]] = {name: [] for name in optimizers}
     for turn in range(args.turns + 2):
         for name, optimizer in optimizers.items():
             begin = time.process_time()
@@ -69,20 +109,20 @@ def main() -> None:
             if turn > 1:
                 seconds[name].append(time.process_time() - begin)
     millions = args.layers * (args.width + 1) * args.width / 1e6
-    base = statistics.median(seconds[BASE])
+    base = statistics.median(seconds[BASE, 1])
     lines = [
         "# Time of the optimizers' own arithmetic",
         "",
-        f"{millions:.2f} M float32 weights in {args.layers} layers, one thread, one worker (so one "
-        "owner has all of it), medians of the CPU time of "
-        f"{args.turns} alternating turns. `benchmarks/optim_time.py` makes it.",
+        f"{millions:.2f} M float32 weights in {args.layers} layers, one thread, no link, medians of "
+        f"the CPU time of {args.turns} alternating turns. One of one worker owns every weight, one "
+        "of four a quarter. `benchmarks/optim_time.py` makes it.",
         "",
-        "| optimizer | ms per million weights | of AdamW(foreach=True) |",
-        "| --- | ---: | ---: |",
+        "| optimizer | one of | ms per million weights | of AdamW(foreach=True) |",
+        "| --- | ---: | ---: | ---: |",
     ]
-    for name, times in seconds.items():
+    for (name, size), times in seconds.items():
         middle = statistics.median(times)
-        lines.append(f"| `{name}` | {middle * 1e3 / millions:.2f} | {middle / base:.2f} |")
+        lines.append(f"| `{name}` | {size} | {middle * 1e3 / millions:.2f} | {middle / base:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if args.out:

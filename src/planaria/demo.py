@@ -54,8 +54,7 @@ def show(*, out: Path, json_file: Path | None = None, steps: int = 40) -> int:
         raise UserError(
             f"steps is {steps}: give more than {_FAULT_STEP}, the step in which the worker is killed"
         )
-    if json_file is not None and (json_file.is_dir() or not os.access(json_file.parent, os.W_OK)):
-        raise UserError(f"json {json_file} cannot be written; give a file in a folder that exists")
+    check_json(json_file)
     calm, struck = out / "undisturbed", out / "killed"
     recipe = dataclasses.replace(demo(out=calm, steps=steps), cache=out / "cache")
     prepare(recipe)
@@ -71,6 +70,12 @@ def show(*, out: Path, json_file: Path | None = None, steps: int = 40) -> int:
         except OSError as error:
             raise UserError(f"json {json_file} cannot be written: {error.strerror}") from None
     return 0 if result.digests_equal and result.samples_equal else 1
+
+
+def check_json(path: Path | None) -> None:
+    """Raise :class:`UserError` where ``path`` cannot be written: before the runs, not after them."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise UserError(f"json {path} cannot be written; give a file in a folder that exists")
 
 
 def _train(recipe: LlmConfig, *, faults: tuple[str, ...]) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from tests.support.fault_programs import Job
 from tests.support.fault_runs import Outcome, join_from_outside, run
 
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """``calm(job, workers=N)``: how ``job`` ends where nothing fails."""
-    known: dict[tuple[Job, int], Outcome] = {}
+    known: dict[tuple[Any, int], Outcome] = {}
 
-    def undisturbed(job: Job, *, workers: int) -> Outcome:
+    def undisturbed(job: Any, *, workers: int) -> Outcome:
         key = (job, workers)
         if key not in known:
             made = run(job, tmp_path_factory.mktemp("calm"), workers=workers, spares=0)

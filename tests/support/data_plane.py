@@ -166,7 +166,7 @@ def pusher(
         server.buffers,
         server.access,
         on_ack=lambda *told: acks.append(told),
-        on_error=lambda epoch, error: errors.append((epoch, error)),
+        on_error=lambda epoch, generation, error: errors.append((epoch, error)),
         **more,
     )
     return made, acks, errors

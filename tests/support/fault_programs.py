@@ -158,7 +158,17 @@ def main(job: Job) -> None:
                 time.sleep(0.5)
             with attempt:
                 train(job, run, attempt)
+            if attempt.step % 3 == 0 and not attempt.broken:
+                look(run)
         run.final(lambda: finish(job, run), answer=42.0)
+
+
+def look(run: planaria.Run) -> None:
+    """An evaluation between attempts, which draws numbers and is not done again after a swap."""
+    with run.phase("evaluation"):
+        torch.rand(3)
+        np.random.rand(3)
+        random.random()
 
 
 def train(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:

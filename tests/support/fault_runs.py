@@ -23,7 +23,6 @@ from planaria.runtime.launch.config import LaunchConfig, contact
 from planaria.runtime.launch.launcher import launch
 from tests.support.fault_programs import Job
 
-PROGRAMS = "tests.support.fault_programs"
 TIMEOUT = 20.0
 """Seconds; the run's one time-out. A stopped worker is noticed after a twentieth of it."""
 
@@ -52,14 +51,18 @@ class Outcome:
         return [torch.load(path, weights_only=False) for path in files]
 
 
-def run(job: Job, out: Path, *, workers: int, **settings: Any) -> Outcome:
-    """Launch ``job`` and wait for its end."""
+def run(job: Any, out: Path, *, workers: int, **settings: Any) -> Outcome:
+    """Launch ``job``, a frozen dataclass with the field ``final``, and wait for its end.
+
+    Each worker calls the function ``main`` of the module that ``job`` is of.
+    """
     final = out / "final"
     final.mkdir(parents=True, exist_ok=True)
+    programs = type(job).__module__
     config = LaunchConfig(
-        function=(PROGRAMS, "main"),
+        function=(programs, "main"),
         argument=replace(job, final=str(final)),
-        preload=(PROGRAMS,),
+        preload=(programs,),
         workers=workers,
         out=out,
         quiet=True,
@@ -70,7 +73,7 @@ def run(job: Job, out: Path, *, workers: int, **settings: Any) -> Outcome:
     return Outcome(out, code, final)
 
 
-def like(job: Job, **changes: Any) -> Job:
+def like(job: Any, **changes: Any) -> Any:
     """``job`` with other timing, which must not change how it ends."""
     return replace(job, **changes)
 

@@ -75,6 +75,36 @@ class Program:
                 self.domain.supersede(newest, "a peer was lost")
             time.sleep(0.01)
 
+    def stray(self, epoch: int) -> str:
+        """What a thread of the epoch before hears, once the groups are new."""
+        heard: list[str] = []
+        rebuilt = threading.Event()
+
+        def speak() -> None:
+            with self.domain.member(epoch - 1):
+                rebuilt.wait(30)
+                try:
+                    dist.all_reduce(torch.ones(1))
+                    heard.append("an answer")
+                except EpochSuperseded as error:
+                    heard.append(str(error))
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        self.rebuild(epoch)
+        rebuilt.set()
+        thread.join()
+        return heard[0]
+
+    def group_after(self, seconds: float) -> float:
+        """Comes to a new group ``seconds`` late; the sum of ones over it."""
+        self.domain.rebuild_timeout = 1.5
+        time.sleep(seconds)
+        group = dist.new_group()
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group)
+        return ones.item()
+
     def _build(self) -> None:
         torch.manual_seed(0)
         layers = [

@@ -11,7 +11,8 @@ import enum
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,7 @@ class Domain:
         self._superseded_below = 0
         self._store: EpochStore | None = None
         self._pending: set[Pending] = set()
+        self._speaks = threading.local()
         self.lost: list[Any] = []
         """Inner groups with an operation that was given up: to let one go would wait for it."""
 
@@ -221,6 +223,27 @@ class Domain:
             inside = inside or any(part in code.co_filename for part in _MUST_COMPLETE)
             frame = frame.f_back
         return names, inside
+
+    # ------------------------------------------------------------------ threads beside training
+
+    @contextmanager
+    def member(self, epoch: int) -> Generator[None]:
+        """What this thread says inside, it says as a member of ``epoch``.
+
+        For a thread that goes on beside training, over a rebuild: its collectives raise
+        :class:`EpochSuperseded` once that epoch is over, and never meet those of later ones.
+        """
+        self._speaks.epoch = epoch
+        try:
+            yield
+        finally:
+            del self._speaks.epoch
+
+    def still_member(self) -> None:
+        """Raises :class:`EpochSuperseded` where this thread speaks for an epoch that is over."""
+        epoch = getattr(self._speaks, "epoch", None)
+        if epoch is not None and epoch != self.epoch:
+            raise EpochSuperseded(f"epoch {epoch} is over: epoch {self.epoch} exists")
 
     # ------------------------------------------------------------------ epochs
 

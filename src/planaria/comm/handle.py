@@ -89,6 +89,17 @@ class RebuildableGroup(dist.ProcessGroup):
             connect=self._domain.rebuild_timeout / 3,
         )
 
+    def meet(self) -> None:
+        """Wait until every member is here, as long as a collective may take.
+
+        For a group that is made beside training, in a script's ``build``: members come to it seconds
+        apart, and the constructor's own time-out is short, for the sake of rebuilds.
+        """
+        domain = self._domain
+        domain.kv.put(domain.epoch, f"here/{self._name}/{self._my_rank}", b"")
+        keys = [f"here/{self._name}/{rank}" for rank in range(self._my_size)]
+        domain.kv.get_many(domain.epoch, keys, domain.timeout)
+
     def drop(self) -> None:
         """Let the inside go. Training thread only, and after its sockets have been shut."""
         if self._has_lost:
@@ -167,16 +178,20 @@ class RebuildableGroup(dist.ProcessGroup):
         ``arrived`` brings what has come into ``outputs``, where the inner operation does not.
         """
         domain = self._domain
+        # First the inside, then the epoch: a rebuild changes them in the other order, so that a
+        # thread of an older epoch can never have the new inside and pass.
+        inner = self.inner
+        domain.still_member()
         if domain.mode is not Mode.LIVE:
             return self._alone(outputs, alone)
-        if self.inner is None:
+        if inner is None:
             raise UserError(
                 f"process group {self._name} was destroyed, and {self._description} still uses it: "
                 "let go of the model or code that holds it, or do not destroy the group"
             )
         epoch = domain.epoch
         try:
-            work = launch(self.inner)
+            work = launch(inner)
         except (RuntimeError, CommError) as error:
             if domain.mode is Mode.LIVE and not _is_communicator_error(error):
                 raise
@@ -198,6 +213,7 @@ class RebuildableGroup(dist.ProcessGroup):
 
     def _alone(self, outputs: list[torch.Tensor], alone: Callable[[], None]) -> HandleWork:
         domain = self._domain
+        domain.still_member()
         if domain.mode is Mode.BROKEN and not domain.may_complete():
             domain.check()
         if domain.mode is Mode.SOLO and self._my_size > 1 and domain.receives_objects():
@@ -427,10 +443,11 @@ def register(domain: Domain) -> None:
         domain.handles[name] = handle
         if domain.mode is Mode.LIVE:
             try:
+                handle.meet()
                 handle.fill()
             except EpochSuperseded:
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, CommError) as error:
                 domain.fail(domain.epoch, first_line(error))
                 raise CommError(f"group {name} could not be made: {first_line(error)}") from error
         return handle

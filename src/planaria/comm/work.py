@@ -30,6 +30,7 @@ class HandleWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._finish()
+        self._domain.still_member()
         if self._domain.mode is Mode.BROKEN and not self._domain.may_complete():
             self._domain.check()
         return True

@@ -107,7 +107,8 @@ def _trim(value: str) -> str:
 _UNIT = re.compile(
     r"^(?P<number>[-+]?\s*[$€£¥₹]?\s*[-+]?\(?[\d.,/\s]*\d(?:\.(?!\w))?\)?)"
     r"\s*(?P<percent>%|percent\b|per cent\b)?"
-    r"\s*(?P<unit>(?:[^\W\d_][^\W_]*[./²³^'’-]*\s*){0,5})\.?$"
+    # Possessive: a long word cannot be tried in every division into five.
+    r"\s*(?P<unit>(?:[^\W\d_][^\W_]*+[./²³^'’-]*+\s*+){0,5})\.?$"
 )
 _CHOICE = re.compile(r"^[\(\[]?\s*([A-Za-z])\s*(?:[\)\]](?:\s*[.:]?\s*\S.*)?|[.:]\s*\S.*|\.)?$")
 _FLIP = re.compile(r"^\s*(true|false|yes|no|valid|invalid)\b", re.IGNORECASE)
@@ -195,8 +196,15 @@ def _choice(text: str, choices: tuple[str, ...]) -> str | None:
     return None
 
 
+MAX_ANSWER_CHARS = 400
+"""Longest answer that is read as a number or by ``math_verify``."""
+
+
+@lru_cache(maxsize=16384)
 def number_of(text: str) -> tuple[Fraction, str] | None:
     """Exact value and unit of an answer that is one number; None when it is not."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
     text = clean(text) if "\\" in text else text
     fraction = re.fullmatch(
         r"(?P<sign>-)?\s*(?P<whole>\d+)?\s*\\frac\s*(?:\{(-?\d+)\}\s*\{(-?\d+)\}|(\d)\s*(\d))", text
@@ -313,11 +321,13 @@ def _plain_text(text: str) -> bool:
     return re.search(r"[^\W\d_]{2,}", text) is not None
 
 
-MAX_SYMBOLIC_CHARS = 400
-"""Longest answer that goes to ``math_verify``."""
 _EXPLOSIVE = re.compile(
     r"\^\s*\{?\s*\d{4,}|(?:\^|\*\*)\s*\{?\s*\d+\s*\}?\s*(?:\^|\*\*)|\d{3,}\s*!|!\s*!|\d{60,}"
 )
+
+
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+"""Words that are no LaTeX commands."""
 
 
 def _symbolic(left: str, right: str) -> Equality:
@@ -326,8 +336,10 @@ def _symbolic(left: str, right: str) -> Equality:
     Its time-outs use signals and so work in the main thread only; elsewhere, and before, what
     would blow up (towers of powers, large factorials) is turned away as unknown.
     """
-    if max(len(left), len(right)) > MAX_SYMBOLIC_CHARS or _EXPLOSIVE.search(f"{left} {right}"):
+    if max(len(left), len(right)) > MAX_ANSWER_CHARS or _EXPLOSIVE.search(f"{left} {right}"):
         return Equality.UNKNOWN
+    if any(sum(map(len, _WORDS.findall(text))) > 48 for text in (left, right)):
+        return Equality.UNKNOWN  # a sentence with numbers in it: math_verify would try for seconds
     from math_verify import parse, verify  # slow to import, and rarely needed
 
     seconds = 5 if threading.current_thread() is threading.main_thread() else 0

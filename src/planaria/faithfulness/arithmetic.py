@@ -40,13 +40,13 @@ _LATEX = [
     (re.compile(r"\\approx|≈"), "≈"),
 ]
 _TOKEN = re.compile(
+    r"[\s$€£¥₹]*+(?:"
     r"(?P<num>(?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)(?:(?P<times>\s*[xX](?=\s*[\d$.(])))?"
     r"|(?P<op>\*\*|[-+*/^×·÷∗%])"
     r"|(?P<eq>==|=(?![=<>])|≈)"
     r"|(?P<open>[(\[{])|(?P<close>[)\]}])"
     r"|(?P<word>[^\W\d_]+(?:['’][^\W\d_]+)?)"
-    r"|(?P<skip>[\s$€£¥₹]+)"
-    r"|(?P<other>.)",
+    r"|(?P<other>.))",
     re.DOTALL,
 )
 _OPERATORS: dict[str, str] = {"×": "*", "·": "*", "∗": "*", "÷": "/", "^": "**"}
@@ -116,7 +116,7 @@ def tokenise(text: str) -> list[Token]:
     out: list[Token] = []
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or "other"
-        value = match.group(0)
+        value = match.group(kind)
         if kind == "times":
             out += [("num", match.group("num").replace(",", "")), ("op", "*")]
         elif kind == "num":
@@ -129,7 +129,7 @@ def tokenise(text: str) -> list[Token]:
             out.append(("open", "("))
         elif kind == "close":
             out.append(("close", ")"))
-        elif kind != "skip":
+        else:
             out.append((kind, value))
     return out
 
@@ -222,13 +222,26 @@ def _number(text: str) -> str:
 
 
 def _evaluate(source: str, variables: dict[str, Fraction]) -> Fraction:
+    if not variables:
+        return _constant(source)
+    return _visit(_parsed(source), variables)
+
+
+@lru_cache(maxsize=16384)
+def _constant(source: str) -> Fraction:
+    """The value of an expression without variables; most are one whole number."""
+    if source.isdecimal() and len(source) <= 60:
+        return _bounded(Fraction(int(source)))
+    return _visit(_parsed(source), {})
+
+
+def _parsed(source: str) -> ast.expr:
     if len(source) > 4 * MAX_CHARS:
         raise NotArithmeticError(f"an expression of {len(source)} characters is too long")
     try:
-        tree = ast.parse(source, mode="eval")
+        return ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotArithmeticError(f"{source[:60]!r} does not parse") from error
-    return _visit(tree.body, variables)
 
 
 def _visit(node: ast.expr, variables: dict[str, Fraction]) -> Fraction:
@@ -280,6 +293,15 @@ _ROUNDING = re.compile(
     r"≈|\bround(?:ed|ing|s)?\b|\babout\b|\bapprox|\broughly\b|\bnearly\b|\balmost\b|\bnearest\b",
     re.IGNORECASE,
 )
+_ROUNDING_WORDS = ("round", "about", "approx", "roughly", "nearly", "almost", "nearest", "≈")
+_WRITTEN = re.compile(r"-?\(?(?:\((\d+)/(10+)\)|(\d+))\)?(/100)?")
+
+
+@lru_cache(maxsize=16384)
+def _speaks_of_rounding(text: str) -> bool:
+    # The search by regular expression tries every position; most texts have none of these.
+    lowered = text.lower()
+    return any(word in lowered for word in _ROUNDING_WORDS) and bool(_ROUNDING.search(text))
 
 
 def agrees(left: Fraction, right: Fraction, *, written: str, rounding: bool) -> bool:
@@ -290,7 +312,7 @@ def agrees(left: Fraction, right: Fraction, *, written: str, rounding: bool) -> 
     """
     if left == right:
         return True
-    literal = re.fullmatch(r"-?\(?(?:\((\d+)/(10+)\)|(\d+))\)?(/100)?", written)
+    literal = _WRITTEN.fullmatch(written)
     if literal is None:
         return abs(left - right) <= abs(right) * Fraction(1, 10**6)
     unit = Fraction(1, int(literal.group(2) or 1))
@@ -316,7 +338,6 @@ def _read(text: str, variables: tuple[tuple[str, Fraction], ...]) -> StepArithme
     tokens = tokenise(text)
     if len(tokens) > MAX_TOKENS:
         return StepArithmetic(equations=(), bindings=bindings, unread=0)
-    rounding = _ROUNDING.search(text) is not None
     equal = [i for i, token in enumerate(tokens) if token[0] == "eq"]
     equations: list[Equation] = []
     unread = 0
@@ -333,7 +354,7 @@ def _read(text: str, variables: tuple[tuple[str, Fraction], ...]) -> StepArithme
         if left is None or right is None:
             unread += 1
             continue
-        equation = _equation(left, right, bindings, rounding or tokens[position][1] == "≈")
+        equation = _equation(left, right, bindings, "≈" if tokens[position][1] == "≈" else text)
         if equation is None:
             unread += 1
         elif _says_something(left, right, chained=number > 0):
@@ -341,28 +362,34 @@ def _read(text: str, variables: tuple[tuple[str, Fraction], ...]) -> StepArithme
     return StepArithmetic(equations=tuple(equations), bindings=bindings, unread=unread)
 
 
+_PLAIN = re.compile(r"[-+]?\(?(?:\d+|\(\d+/10+\))(?:/100)?\)?")
+
+
 def _says_something(left: str, right: str, *, chained: bool) -> bool:
     """``20 = 10`` in running text is more often a label than a claim."""
-    plain = re.compile(r"[-+]?\(?(?:\d+|\(\d+/10+\))(?:/100)?\)?")
-    return chained or not (plain.fullmatch(left) and plain.fullmatch(right))
+    return chained or not (_PLAIN.fullmatch(left) and _PLAIN.fullmatch(right))
 
 
 def _equation(
-    left: str, right: str, variables: dict[str, Fraction], rounding: bool
+    left: str, right: str, variables: dict[str, Fraction], around: str
 ) -> Equation | None:
+    """The equality of two expressions; ``around`` is the text that may speak of rounding."""
     try:
         left_value = _evaluate(left, variables)
         right_value = _evaluate(right, variables)
     except NotArithmeticError:
         return None
-    operands = tuple(_operands(left))
+    holds = left_value == right_value
+    if not holds:
+        rounding = _speaks_of_rounding(around)
+        holds = agrees(left_value, right_value, written=right, rounding=rounding)
     return Equation(
         left=left,
         right=right,
         left_value=left_value,
         right_value=right_value,
-        holds=agrees(left_value, right_value, written=right, rounding=rounding),
-        operands=operands,
+        holds=holds,
+        operands=tuple(_operands(left)),
     )
 
 

@@ -7,10 +7,13 @@ no reference to where they were read from, except a name for reports.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 from planaria.errors import DataError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,9 @@ class Chain:
     """What the reader had to assume, one sentence each."""
 
     def __post_init__(self) -> None:
+        for name in ("question", "answer", "reference"):
+            object.__setattr__(self, name, sound(getattr(self, name)))
+        object.__setattr__(self, "steps", tuple(map(sound, self.steps)))
         if not self.question.strip():
             raise DataError(
                 "a chain has an empty question: give each chain the question it answers"
@@ -107,6 +113,7 @@ class Question:
     """Letter and text of each option."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "text", sound(self.text))
         if not self.text.strip():
             raise DataError("a question is empty: remove the row or give it its text")
         if not self.id:
@@ -118,6 +125,17 @@ class Question:
         if not self.options:
             return self.text
         return "\n".join([self.text, *(f"({letter}) {text}" for letter, text in self.options)])
+
+
+@overload
+def sound(text: str) -> str: ...
+@overload
+def sound(text: str | None) -> str | None: ...
+def sound(text: str | None) -> str | None:
+    """The text without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    if text is None or text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def digest(*parts: str) -> str:

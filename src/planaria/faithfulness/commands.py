@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,160 +18,46 @@ import tyro
 
 from planaria.errors import ConfigError, PlanariaError
 from planaria.faithfulness import exemplars as few_shot
-from planaria.faithfulness.chains import Chain
+from planaria.faithfulness import prices, prompts
+from planaria.faithfulness.chains import Chain, Question
 from planaria.faithfulness.combine import LEAST_QUESTIONS, cross_fit
-from planaria.faithfulness.judges.calculator import CalculatorJudge
-from planaria.faithfulness.judges.panel import PanelJudge
-from planaria.faithfulness.judges.protocol import Compare, Judge
-from planaria.faithfulness.meta import judge_pairs, meta_evaluate, pair_accuracy, pairs_of
-from planaria.faithfulness.perturb import Perturber, RulePerturber
-from planaria.faithfulness.readers import Problem, read_chains, read_questions
-from planaria.faithfulness.run import (
-    Report,
-    Tick,
-    estimate_cost,
-    journaled,
-    score_chains,
-    write_json,
+from planaria.faithfulness.judges.models import closing
+from planaria.faithfulness.judges.protocol import Compare
+from planaria.faithfulness.judging import (
+    Judging,
+    Note,
+    dry,
+    is_model,
+    judge_named,
+    scored,
 )
-from planaria.faithfulness.scores import Settings
+from planaria.faithfulness.meta import (
+    corrupt,
+    judge_pairs,
+    meta_evaluate,
+    pair_accuracy,
+    pairs_of,
+)
+from planaria.faithfulness.readers import Problem, Read, read_chains, read_questions
+from planaria.faithfulness.run import Estimate, Report, journaled, write_json
 from planaria.faithfulness.select import Candidate, Selection, evaluate
-from planaria.faithfulness.store import Journal, Limits, Spending
+from planaria.faithfulness.store import Journal, Spending
 from planaria.faithfulness.view import write_page, write_selection
 
-Note = Callable[[str], object]
 File = Annotated[Path, tyro.conf.Positional]
+DEMO = "demo"
+"""The word that stands for the chains that come with the package."""
 
 
-@dataclass(frozen=True)
-class Judging:
-    """Who judges, how, and for how much."""
-
-    judge: str = "calculator"
-    """calculator, embedded, likelihood:FOLDER, an Inspect model, or several joined by +."""
-    perturber: str = "rules"
-    """rules, or an Inspect model, which should not be the judge."""
-    preset: str = "default"
-    """default, or released: what the published code does, its faults included."""
-    splits: int = 3
-    """Split points per chain."""
-    trials: int = 3
-    """Calls per chain for C where answers vary."""
-    horizon: int = 0
-    """Steps of each continuation that are compared; 0 compares all."""
-    half_width: float = 0.0
-    """Stop a chain when its confidence sequence is this narrow; 0 asks everything."""
-    temperature: float = 1.0
-    """Of judges and perturbers that are models."""
-    logprobs: bool = False
-    """Read verdicts off log-probabilities where the provider returns them."""
-    seed: int = 0
-    """Of splits, perturbations and resampling."""
-    limit: int = 0
-    """Only the first so many questions; 0 takes all."""
-    budget_calls: int = 0
-    """Stop asking after so many calls; 0 means no limit."""
-    budget_tokens: int = 0
-    """Stop asking after so many tokens."""
-    budget: float = 0.0
-    """Stop asking after so many US dollars."""
-    connections: int = 64
-    """Chains scored at the same time where judges are models."""
-
-    def settings(self) -> Settings:
-        """What the estimator is told."""
-        return Settings(
-            splits=self.splits,
-            trials=self.trials,
-            horizon=self.horizon,
-            half_width=self.half_width,
-            seed=self.seed,
-        )
-
-    def limits(self) -> Limits:
-        """What may be spent."""
-        return Limits(calls=self.budget_calls, tokens=self.budget_tokens, money=self.budget)
+def file_named(path: Path) -> Path:
+    """The file, or the demonstration's where ``path`` is the word ``demo`` and no file."""
+    if str(path) != DEMO or path.exists():
+        return path
+    return Path(str(resources.files("planaria.faithfulness").joinpath("demo.jsonl")))
 
 
-def judge_named(name: str, *, judging: Judging | None = None) -> Judge:
-    """A judge by name; see :attr:`Judging.judge`.
-
-    Raises :class:`~planaria.errors.ConfigError` for a name that nobody knows.
-    """
-    members: list[Judge] = []
-    for part in name.split("+"):
-        if part == "calculator":
-            members.append(CalculatorJudge())
-        elif part == "embedded":
-            from planaria.faithfulness.judges.embedded import embedded_judge
-
-            members.append(embedded_judge())
-        elif part.startswith("likelihood:"):
-            from planaria.faithfulness.judges.embedded import local_scorer
-            from planaria.faithfulness.judges.likelihood import LikelihoodJudge
-
-            folder = part.removeprefix("likelihood:")
-            members.append(LikelihoodJudge(local_scorer(folder), name=Path(folder).name))
-        else:
-            from planaria.faithfulness.judges.models import (
-                InspectJudge,
-                ModelSettings,
-                model_named,
-            )
-
-            options = judging or Judging()
-            model = model_named(part)
-            settings = ModelSettings(temperature=options.temperature, logprobs=options.logprobs)
-            members.append(InspectJudge(model, settings=settings))
-    return members[0] if len(members) == 1 else PanelJudge(members)
-
-
-def perturber_named(name: str, *, judging: Judging) -> Perturber:
-    """A perturber by name. Raises :class:`~planaria.errors.ConfigError` when it is the judge."""
-    if name == "rules":
-        return RulePerturber()
-    from planaria.faithfulness.judges.models import ModelPerturber, ModelSettings, model_named
-
-    if name in judging.judge.split("+"):
-        raise ConfigError(
-            f"{name} is both judge and perturber: what it writes and what it likes would go "
-            "together; use --perturber rules or another model"
-        )
-    settings = ModelSettings(temperature=judging.temperature, max_tokens=1024)
-    return ModelPerturber(model_named(name), settings=settings)
-
-
-async def scored(
-    chains: Sequence[Chain], judging: Judging, *, out: Path | None, note: Note
-) -> Report:
-    """Score chains as the options say."""
-    judge = judge_named(judging.judge, judging=judging)
-    if judging.preset == "released":
-        from planaria.faithfulness.released import released_report
-
-        return await released_report(chains, judge=judge, seed=judging.seed, out=out)
-    if judging.preset != "default":
-        raise ConfigError(f"unknown preset {judging.preset!r}: choose default or released")
-    every = max(1, len(chains) // 20)
-
-    def progress(tick: Tick) -> None:
-        if tick.done % every == 0 or tick.done == tick.total:
-            note(
-                f"{tick.done}/{tick.total} chains, {tick.usage.calls} calls, "
-                f"${tick.usage.money:.2f} spent, about {tick.remaining_seconds:.0f} s and "
-                f"${tick.remaining_money:.2f} to go"
-            )
-
-    return await score_chains(
-        chains,
-        judge=judge,
-        perturber=perturber_named(judging.perturber, judging=judging),
-        settings=judging.settings(),
-        limits=judging.limits(),
-        out=out,
-        concurrency=judging.connections,
-        progress=progress,
-    )
+def _read(path: Path, judging: Judging, *, format: str = "auto") -> Read:
+    return read_chains(file_named(path), format=format, limit=judging.limit)
 
 
 def _problems(problems: Sequence[Problem]) -> list[str]:
@@ -198,20 +85,18 @@ class Score:
     """Score each chain of a file for faithfulness and consistency."""
 
     chains: File
-    """JSONL, JSON or an Inspect log."""
+    """JSONL, JSON or an Inspect log; the word demo takes the chains that come with the package."""
     out: Path
     """Folder of the run; the same folder goes on with a run that was stopped."""
     judging: tyro.conf.OmitArgPrefixes[Judging] = field(default_factory=Judging)
     format: str = "auto"
     """Format of the file; auto goes by its fields."""
-    dry_run: bool = False
-    """Print calls, tokens and cost, ask nothing."""
 
     async def run(self, note: Note) -> list[str]:
         """Score, write the run, say what came out."""
-        read = read_chains(self.chains, format=self.format, limit=self.judging.limit)
-        if self.dry_run:
-            return await _dry(read.chains, self.judging)
+        read = _read(self.chains, self.judging, format=self.format)
+        if self.judging.dry_run:
+            return [*_problems(read.problems), *await dry(read.chains, self.judging)]
         report = await scored(read.chains, self.judging, out=self.out, note=note)
         broken = sum(score.breaks_at is not None for score in report.scores)
         return [
@@ -221,41 +106,6 @@ class Score:
             f"{broken} chains have a step that is held for wrong",
             f"written to {self.out}; see it with: planaria faith view {self.out}",
         ]
-
-
-async def _dry(chains: Sequence[Chain], judging: Judging) -> list[str]:
-    judge = judge_named(judging.judge, judging=judging)
-    estimate = await estimate_cost(
-        chains,
-        judge=judge,
-        perturber=perturber_named(judging.perturber, judging=judging),
-        settings=judging.settings(),
-        prices=_prices(judging.judge),
-    )
-    money = (
-        "unknown: Inspect knows no price" if estimate.money is None else f"${estimate.money:.2f}"
-    )
-    return [
-        f"{len(chains)} chains would ask at most {estimate.calls} calls",
-        f"about {estimate.input_tokens} input and {estimate.output_tokens} output tokens",
-        f"cost: {money}",
-    ]
-
-
-def _prices(name: str) -> tuple[float, float] | None:
-    """Dollars per million tokens of a judge, as far as Inspect knows; 0 for local judges."""
-    total = (0.0, 0.0)
-    for part in name.split("+"):
-        if part in ("calculator", "embedded") or part.startswith("likelihood:"):
-            continue
-        from inspect_ai.model import get_model_info
-
-        info = get_model_info(part)
-        cost = info.cost if info is not None else None
-        if cost is None:
-            return None
-        total = (total[0] + cost.input, total[1] + cost.output)
-    return total
 
 
 @dataclass(frozen=True)
@@ -283,14 +133,23 @@ class Select:
 
     async def run(self, note: Note) -> list[str]:
         """Sample if asked to, score, choose, write ``selection.json``."""
-        lines: list[str] = []
+        spending = self.judging.spending(self.model)
         certainties: dict[str, float] = {}
         if self.model:
-            chains, certainties, lines = await self._sample(note)
+            questions, problems = read_questions(
+                file_named(self.questions), limit=self.judging.limit
+            )
+            lines = _problems(problems)
+            if self.judging.dry_run:
+                return [*lines, *await self._dry(questions)]
+            chains, certainties, failures = await self._sample(questions, spending, note)
+            lines += failures
         else:
-            read = read_chains(self.questions, limit=self.judging.limit)
+            read = _read(self.questions, self.judging)
             chains, lines = list(read.chains), _problems(read.problems)
-        report = await scored(chains, self.judging, out=self.out, note=note)
+            if self.judging.dry_run:
+                return [*lines, *await dry(chains, self.judging)]
+        report = await scored(chains, self.judging, out=self.out, note=note, spending=spending)
         candidates = [
             Candidate(
                 chain=score.chain,
@@ -316,27 +175,55 @@ class Select:
         lines += [f"{one.rule:16} {one.accuracy}  gain {one.gain}" for one in found]
         return [*lines, *_summary(report)]
 
-    async def _sample(self, note: Note) -> tuple[list[Chain], dict[str, float], list[str]]:
+    async def _dry(self, questions: Sequence[Question]) -> list[str]:
+        """Sampling, and scoring of chains of six steps of eighty characters."""
+        asked = [prompts.sample_prompt(question) for question in questions]
+        tokens, written = self.n * sum(map(len, asked)) // 4, self.n * len(asked) * self.max_tokens
+        if self.judging.prices is not None:
+            prices.register(self.judging.prices)
+        price = prices.price_of(self.model) if is_model(self.model) else (0.0, 0.0)
+        money = None if price is None else (tokens * price[0] + written * price[1]) / 1e6
+        before = Estimate(
+            calls=self.n * len(asked), input_tokens=tokens, output_tokens=written, money=money
+        )
+        chains = [
+            Chain(question=q.full, steps=("x" * 80,) * 6, answer="0", id=f"{q.id}/{number}")
+            for q in questions
+            for number in range(self.n)
+        ]
+        note = "scoring is counted for chains of six steps of eighty characters"
+        return [*await dry(chains, self.judging, before=before, model=self.model), note]
+
+    async def _sample(
+        self, questions: Sequence[Question], spending: Spending, note: Note
+    ) -> tuple[list[Chain], dict[str, float], list[str]]:
         from planaria.faithfulness.judges.models import ModelSettings, model_named
         from planaria.faithfulness.sampling import sample_chains
 
-        questions, problems = read_questions(self.questions, limit=self.judging.limit)
         note(f"sampling {self.n} chains for each of {len(questions)} questions")
         self.out.mkdir(parents=True, exist_ok=True)
-        sampled = await sample_chains(
-            questions,
-            model=model_named(self.model),
-            n=self.n,
-            settings=ModelSettings(
-                temperature=self.sampling_temperature,
-                max_tokens=self.max_tokens,
-                logprobs=self.certainty,
-                timeout=600,
-            ),
-            journal=Journal(self.out / "samples.jsonl"),
-            spending=Spending(self.judging.limits()),
+        model = model_named(
+            self.model,
+            connections=self.judging.connections,
+            temperature=self.sampling_temperature,
         )
-        lines = _problems(problems)
+        settings = ModelSettings(
+            temperature=self.sampling_temperature,
+            max_tokens=self.max_tokens,
+            logprobs=self.certainty,
+            timeout=max(600, self.judging.timeout),
+            max_retries=self.judging.max_retries,
+        )
+        async with closing(model):
+            sampled = await sample_chains(
+                questions,
+                model=model,
+                n=self.n,
+                settings=settings,
+                journal=Journal(self.out / "samples.jsonl"),
+                spending=spending,
+            )
+        lines: list[str] = []
         if sampled.failures:
             lines.append(f"{len(sampled.failures)} chains could not be sampled:")
             lines += [f"  {failure}" for failure in sampled.failures[:5]]
@@ -363,28 +250,40 @@ class Meta:
     """Measure how well scores agree with labels."""
 
     labelled: File
-    """Chains with labels: BIG-Bench-Mistake, PRMBench, ProcessBench, or wrong_steps and correct."""
+    """Chains with labels: BIG-Bench-Mistake, PRMBench, ProcessBench, or wrong_steps and correct;
+    the word demo takes those that come with the package."""
     judging: tyro.conf.OmitArgPrefixes[Judging] = field(default_factory=Judging)
     out: Path | None = None
     """Folder of the run, to go on with it later."""
     json: Path | None = None
     """Write the measures to this file."""
+    noise: float = 0.0
+    """Noise test: this share of the chains gets one known error each, and those are the labels."""
 
     async def run(self, note: Note) -> list[str]:
         """Score and compare with the labels."""
-        read = read_chains(self.labelled, limit=self.judging.limit)
-        report = await scored(read.chains, self.judging, out=self.out, note=note)
+        read = _read(self.labelled, self.judging)
+        chains = self._chains(read)
+        if self.judging.dry_run:
+            return [*_problems(read.problems), *await dry(chains, self.judging)]
+        spending = self.judging.spending()
+        judge = judge_named(self.judging.judge, judging=self.judging)
+        async with closing(judge):
+            report = await scored(
+                chains, self.judging, out=self.out, note=note, judge=judge, spending=spending
+            )
+            pairs, dropped = pairs_of(chains)
+            values: list[float | None] = []
+            if pairs and Compare in judge.answers:
+                journal = Journal(self.out / "answers.jsonl" if self.out else None)
+                kept = journaled(judge, journal, spending)
+                values = await judge_pairs(pairs, judge=kept)
         found = meta_evaluate(report.scores, seed=self.judging.seed)
         row: dict[str, Any] = found.row()
         lines = [
             f"{m.name:28} {m.value} over {m.value.n}, {m.left_out} left out" for m in found.measures
         ]
-        pairs, dropped = pairs_of(read.chains)
-        judge = judge_named(self.judging.judge, judging=self.judging)
-        if pairs and Compare in judge.answers:
-            journal = Journal(self.out / "answers.jsonl" if self.out else None)
-            kept = journaled(judge, journal, Spending(self.judging.limits()))
-            values = await judge_pairs(pairs, judge=kept)
+        if values:
             accuracy = pair_accuracy(pairs, values, seed=self.judging.seed)
             silent = sum(value is None for value in values)
             row["pair_accuracy"] = accuracy.row() | {"left_out": silent, "dropped": dropped}
@@ -398,13 +297,23 @@ class Meta:
             write_json(self.json, row)
         return [*_problems(read.problems), *lines]
 
+    def _chains(self, read: Read) -> Sequence[Chain]:
+        if not self.noise:
+            return read.chains
+        if not 0 <= self.noise <= 1:
+            raise ConfigError(f"--noise is {self.noise}: give a share from 0 to 1")
+        sound = [c for c in read.chains if not c.labels.flawed and c.labels.correct is not False]
+        if not sound:
+            raise ConfigError("--noise needs chains that are not wrong already, and there are none")
+        return corrupt(sound, share=self.noise, seed=self.judging.seed)
+
 
 @dataclass(frozen=True)
 class Exemplars:
     """Pick few-shot examples."""
 
     chains: File
-    """Chains to pick from."""
+    """Chains to pick from; the word demo takes those that come with the package."""
     judging: tyro.conf.OmitArgPrefixes[Judging] = field(default_factory=Judging)
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 8
     """How many, one a question."""
@@ -413,7 +322,9 @@ class Exemplars:
 
     async def run(self, note: Note) -> list[str]:
         """Score, pick, print."""
-        read = read_chains(self.chains, limit=self.judging.limit)
+        read = _read(self.chains, self.judging)
+        if self.judging.dry_run:
+            return await dry(read.chains, self.judging)
         report = await scored(read.chains, self.judging, out=self.out, note=note)
         return [few_shot.render(few_shot.pick(report.scores, self.k)).rstrip("\n")]
 

@@ -7,6 +7,7 @@ causal effect; an alternative can differ from the original in more than its erro
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -53,9 +54,17 @@ async def score_chain(
     notes: list[str] = list(chain.notes)
     if chain.truncated:
         notes.append("the chain is truncated")
-    supports, consistency = await _consistency(chain, judge, settings, notes)
-    steps = await _verify(chain, judge, settings)
-    contrasts, usage = await _contrasts(chain, judge, perturber, settings, notes)
+    if getattr(judge, "concurrent", False):
+        # None waits for another's answers, so the last chain of a set takes one latency, not three.
+        (supports, consistency), steps, (contrasts, usage) = await asyncio.gather(
+            _consistency(chain, judge, settings, notes),
+            _verify(chain, judge, settings),
+            _contrasts(chain, judge, perturber, settings, notes),
+        )
+    else:
+        supports, consistency = await _consistency(chain, judge, settings, notes)
+        steps = await _verify(chain, judge, settings)
+        contrasts, usage = await _contrasts(chain, judge, perturber, settings, notes)
     for verdict in supports:
         counts[f"supports.{verdict.outcome.value}"] += 1
         usage += verdict.usage

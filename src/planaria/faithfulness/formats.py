@@ -140,7 +140,7 @@ def question_of(row: Row) -> Question:
     if options and reference is not None and "answerKey" not in row:
         letters = [letter for letter, label in options if label == reference]
         reference = letters[0] if letters else reference
-    name = text_of(row, ("id", "unique_id", "task_id", "question_id"))
+    name = text_of(row, ("question_id", "id", "unique_id", "task_id"))
     question = Question(text=text, reference=reference, options=options)
     return replace(question, id=name) if name else question
 

@@ -49,14 +49,19 @@ CONSTANTS = {
 """Everyday constants that a chain may bring in when the question speaks of the unit."""
 
 _WORD = "|".join([*_UNITS, *_TENS, *_MULTIPLES, *_SPECIAL])
-_FINDER = re.compile(
+_PATTERN = (
+    # Only here can a number begin: most positions of a text are left at once.
+    r"(?=[\d.bcdefhmnopqstz])(?:"
     r"(?P<mixed>(?<![\d.,/])\d{1,6}\s+\d{1,4}/\d{1,4}(?![\d.,/]))"
     r"|(?P<fraction>(?<![\d.,/])\d{1,9}/\d{1,9}(?![\d/]))"
     r"|(?P<number>(?<![A-Za-z\d_])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\d\w])\.\d+)"
     r"(?P<percent>\s?(?:%|percent\b|per cent\b))?"
-    rf"|(?<![A-Za-z])(?P<words>(?:{_WORD})(?:(?:-|\s(?:and\s)?)(?:{_WORD}))*)(?![A-Za-z])",
-    re.IGNORECASE,
+    rf"|(?<![A-Za-z])(?P<words>(?:{_WORD})(?:(?:-|\s(?:and\s)?)(?:{_WORD}))*)(?![A-Za-z]))"
 )
+_FINDER = re.compile(_PATTERN, re.IGNORECASE)
+_FINDER_LOWER = re.compile(_PATTERN)
+"""For lower-case ASCII: nearly twice as fast, because the engine looks at the first letter of each
+word only where case matters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +109,11 @@ _SIGNS = {
 def find_numbers(text: str) -> tuple[Number, ...]:
     """The numbers of a text in order; ``text`` may hold any script's digits."""
     text = plain_digits(text)
+    finder = _FINDER
+    if text.isascii():
+        text, finder = text.lower(), _FINDER_LOWER
     found: list[Number] = []
-    for match in _FINDER.finditer(text):
+    for match in finder.finditer(text):
         value, percent = _value(match)
         if value is None:
             continue
@@ -136,10 +144,18 @@ def _value(match: re.Match[str]) -> tuple[Fraction | None, bool]:
     if (number := match.group("number")) is not None:
         if len(number) > 40:
             return None, False
-        return Fraction(number.replace(",", "")), match.group("percent") is not None
+        return _literal(number), match.group("percent") is not None
     return words_to_number(match.group("words")), False
 
 
+@lru_cache(maxsize=4096)
+def _literal(text: str) -> Fraction:
+    digits = text.replace(",", "")
+    # ``Fraction`` reads a text by a regular expression of its own, which takes longer.
+    return Fraction(int(digits)) if digits.isdecimal() else Fraction(digits)
+
+
+@lru_cache(maxsize=4096)
 def words_to_number(text: str) -> Fraction | None:
     """The value of a number in English words ("twenty-five", "two hundred", "half"); else None."""
     words = [w for w in re.split(r"[\s-]+", text.lower()) if w and w != "and"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
+from functools import lru_cache
 from typing import Protocol
 
 from planaria.faithfulness.arithmetic import NotArithmeticError, evaluate, read_step
@@ -98,7 +99,7 @@ class Perturber(Protocol):
 class RulePerturber:
     """The five kinds by rules and the paraphrase, without a model."""
 
-    name = "rules/1"
+    name = "rules/2"
 
     async def make(self, tasks: Sequence[Task]) -> list[Perturbed]:
         """Alternatives at once."""
@@ -148,10 +149,11 @@ def diff(original: tuple[str, ...], alternative: tuple[str, ...]) -> tuple[Chang
     )
 
 
+@lru_cache(maxsize=4096)
 def normal(steps: tuple[str, ...]) -> str:
     """Text without what carries no meaning: case, spaces, punctuation at the ends."""
     text = " ".join(plain_digits(step) for step in steps).casefold()
-    return re.sub(r"\s+", "", re.sub(r"[.!;:,]+(?=\s|$)", "", text))
+    return re.sub(r"\s+", "", re.sub(r"(?<![.!;:,])[.!;:,]++(?=\s|$)", "", text))
 
 
 def _replaced(
@@ -171,20 +173,28 @@ def _replaced(
     steps = [*task.continuation[:step], text, *task.continuation[step + 1 :]]
     old, new = carry
     if old:
-        pattern = re.compile(rf"(?<![\d.,]){re.escape(old)}(?![\d,]*\d|\.\d)")
+        pattern = rf"(?<![\d.,]){re.escape(old)}(?![\d,]*\d|\.\d)"
         for index in range(step + 1, len(steps)):
-            later = pattern.sub(new, steps[index])
+            if old not in steps[index]:
+                continue
+            later = re.sub(pattern, new, steps[index])
             if later != steps[index]:
                 changes.append(Change(step=index, before=old, after=new))
                 steps[index] = later
     return Perturbed(steps=tuple(steps), changes=tuple(changes))
 
 
+_NUMBER = r"(?:\d++(?:[,.]++\d++)*+|\.\d++)"
+"""Possessive, and begun at its first digit only (``_APART``): a run of a thousand digits, which
+models do write, is walked once."""
+_APART = r"(?<![\d.,])"
 _OPERATION = re.compile(
-    r"(?P<left>\d[\d,.]*\d|\d)(?P<gap>\s*)(?P<op>[-+*/×÷−]|\\times|\\cdot|\\div)(?P<gap2>\s*\$?)"
-    r"(?P<right>\d[\d,.]*\d|\d)(?P<between>[^=\n\d]{0,24})=(?P<gap3>\s*\$?\s*)"
+    rf"{_APART}(?P<left>{_NUMBER})(?P<gap>\s*)(?P<op>[-+*/×÷−]|\\times|\\cdot|\\div)"
+    rf"(?P<gap2>\s*\$?)(?P<right>{_NUMBER})(?P<between>[^=\n\d]{{0,24}})=(?P<gap3>\s*\$?\s*)"
     r"(?P<result>-?\d[\d,]*(?:\.\d+)?)"
 )
+_LEFT = frozenset("0123456789.,+*/×÷()$-")
+"""What may stand on a left side before the operation."""
 _OTHER = {
     "+": "-", "-": "+", "−": "+", "*": "+", "/": "*", "×": "+", "÷": "×",
     "\\times": "+", "\\cdot": "+", "\\div": "\\times",
@@ -204,7 +214,7 @@ def _operation(task: Task, rng: random.Random) -> Perturbed:
     places = [
         (index, match)
         for index, step in enumerate(task.continuation)
-        for match in _OPERATION.finditer(step)
+        for match in _operations(step)
     ]
     rng.shuffle(places)
     for index, match in places:
@@ -228,6 +238,12 @@ def _operation(task: Task, rng: random.Random) -> Perturbed:
     return _by_words(task, rng, _OPERATION_WORDS, "no operation is stated")
 
 
+@lru_cache(maxsize=16384)
+def _operations(step: str) -> tuple[re.Match[str], ...]:
+    """Operations with their results; a chain's steps come back at each split and for each kind."""
+    return tuple(_OPERATION.finditer(step))
+
+
 def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
     if operator == "+":
         return left + right
@@ -240,8 +256,11 @@ def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 def _recomputed(step: str, match: re.Match[str], operator: str) -> Fraction | None:
     """What the whole left side comes to with another operator."""
-    head = re.search(r"[\d.,+*/×÷()$\s-]*$", step[: match.start()])
-    before = head.group(0).strip() if head else ""
+    text = step[: match.start()]
+    start = len(text)
+    while start and (text[start - 1].isspace() or text[start - 1] in _LEFT):
+        start -= 1
+    before = text[start:].strip()
     try:
         return evaluate(
             f"{before} {match.group('left')} {operator} {match.group('right')}"
@@ -253,7 +272,9 @@ def _recomputed(step: str, match: re.Match[str], operator: str) -> Fraction | No
 
 def _plain(text: str) -> Fraction | None:
     digits = text.replace(",", "")
-    return Fraction(digits) if re.fullmatch(r"\d+(\.\d+)?", digits) and len(digits) < 16 else None
+    if len(digits) > 15 or not re.fullmatch(r"\d*\.?\d+", digits):
+        return None
+    return Fraction(digits)
 
 
 def _like(value: Fraction, model: str) -> str:
@@ -325,13 +346,18 @@ _GENERAL = {
 }  # fmt: skip
 
 
+_QUANTIFIERS = {k: v for k, v in _GENERAL.items() if k not in ("a", "an", "the", "this", "one")}
+
+
 def _generalisation(task: Task, rng: random.Random) -> Perturbed:
     """A statement about some made one about all; articles only where nothing else is found."""
-    strong = {k: v for k, v in _GENERAL.items() if k not in ("a", "an", "the", "this", "one")}
-    made = _by_words(task, rng, strong, "no quantifier")
+    made = _by_words(task, rng, _QUANTIFIERS, "no quantifier")
     if made.steps is not None:
         return made
     return _by_words(task, rng, _GENERAL, "nothing to generalise")
+
+
+_SIDES = re.compile(rf"{_APART}(?P<a>{_NUMBER})(?P<op>\s*[-/÷−<>]\s*\$?)(?P<b>{_NUMBER})(?![\d/])")
 
 
 def _order(task: Task, rng: random.Random) -> Perturbed:
@@ -351,11 +377,8 @@ def _order(task: Task, rng: random.Random) -> Perturbed:
             Change(step=two, before=task.continuation[two], after=task.continuation[one]),
         )
         return Perturbed(steps=tuple(steps), changes=changes)
-    sides = re.compile(
-        r"(?P<a>\d[\d,.]*\d|\d)(?P<op>\s*[-/÷−<>]\s*\$?)(?P<b>\d[\d,.]*\d|\d)(?![\d/])"
-    )
     for index, step in rng.sample(list(enumerate(task.continuation)), len(task.continuation)):
-        match = sides.search(step)
+        match = _SIDES.search(step)
         if match and match.group("a") != match.group("b"):
             spans = [
                 (match.start("a"), match.end("a"), match.group("b")),
@@ -412,20 +435,31 @@ def _contradiction(task: Task, rng: random.Random) -> Perturbed:
 
 
 def _by_words(task: Task, rng: random.Random, words: dict[str, str], reason: str) -> Perturbed:
-    pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
     places = [
-        (index, match)
+        (index, start, end)
         for index, step in enumerate(task.continuation)
-        for match in pattern.finditer(step)
+        for start, end, word in _runs(step, "at least" in words)
+        if word in words
     ]
     if not places:
         return Perturbed(steps=None, reason=reason)
-    index, match = rng.choice(places)
-    old = match.group(0)
+    index, start, end = rng.choice(places)
+    old = task.continuation[index][start:end]
     new = words[old.lower()]
     if old[0].isupper():
         new = new[0].upper() + new[1:]
-    return _replaced(task, index, [(match.start(), match.end(), new)])
+    return _replaced(task, index, [(start, end, new)])
+
+
+_WORD = re.compile(r"\w+")
+_WORD_OR_BOUND = re.compile(r"\bat (?:least|most)\b|\w+", re.IGNORECASE)
+
+
+@lru_cache(maxsize=16384)
+def _runs(step: str, bounds: bool) -> tuple[tuple[int, int, str], ...]:
+    """Words of a step, in lower case, and where they stand; with ``bounds``, "at least" is one."""
+    pattern = _WORD_OR_BOUND if bounds else _WORD
+    return tuple((m.start(), m.end(), m.group().lower()) for m in pattern.finditer(step))
 
 
 _RULES: dict[Kind, Callable[[Task, random.Random], Perturbed]] = {

@@ -106,6 +106,19 @@ _SYNONYMS = {
 }
 
 
+def templates() -> dict[str, object]:
+    """Version and text of every prompt, for the record of a run."""
+    return {
+        "version": VERSION,
+        "compare": COMPARE,
+        "verify": VERIFY,
+        "supports": SUPPORTS,
+        "sample": SAMPLE,
+        "perturb": PERTURB,
+        "instructions": {kind.value: text for kind, text in INSTRUCTIONS.items()},
+    }
+
+
 def prompt_of(request: Request) -> str:
     """The prompt for a request."""
     if isinstance(request, Compare):

@@ -123,18 +123,15 @@ def _table(file: Path, format: str) -> tuple[list[Chain], list[Problem], str]:
 
 
 def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
-    """Rows of a ``.jsonl`` or ``.json`` file with their number; a string says what is wrong."""
+    """Rows of a ``.jsonl`` or ``.json`` file with their number; a string says what is wrong.
+
+    A file is one JSON value (a list, one object, or an object whose one list holds the rows), or
+    has an object a line.
+    """
     text = file.read_text(encoding="utf-8-sig", errors="replace")
-    stripped = text.lstrip()
-    if stripped.startswith("["):
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{file.name} is no JSON list ({error.msg} at line {error.lineno}): mend it or "
-                "write one object a line"
-            ) from error
-        for number, row in enumerate(data, start=1):
+    whole = _whole(text)
+    if whole is not None:
+        for number, row in enumerate(whole, start=1):
             yield number, (row if isinstance(row, dict) else f"{str(row)[:40]!r} is no object")
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -142,10 +139,29 @@ def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             yield number, f"no JSON ({error}): {line[:40]!r}"
             continue
         yield number, (row if isinstance(row, dict) else f"{line[:40]!r} is no object")
+
+
+def _whole(text: str) -> list[Any] | None:
+    """The rows of a text that is one JSON value; None for one that has a value a line."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # several lines, or broken: then each line says why
+    if isinstance(data, dict):
+        lists = [value for value in data.values() if _holds_rows(value)]
+        known = recognise(data) is not None
+        return lists[0] if len(lists) == 1 and not known else [data]
+    return data
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def read_questions(path: str | Path, *, limit: int = 0) -> tuple[list[Question], list[Problem]]:
@@ -193,7 +209,14 @@ def _log_chains(file: Path) -> Iterator[Chain | str]:
             f"{file.name} is an Inspect log and inspect_ai is not installed: "
             "pip install 'planaria[eval]'"
         ) from error
-    for sample in read_eval_log(str(file)).samples or []:
+    try:
+        log = read_eval_log(str(file))
+    except Exception as error:  # a zip, JSON or schema error of whatever kind
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{file.name} is no Inspect log that can be read ({first}): was it written to its end?"
+        ) from error
+    for sample in log.samples or []:
         name = f"sample {sample.id} epoch {sample.epoch}"
         if sample.error is not None:
             yield f"{name} ended in an error: {sample.error.message[:80]}"

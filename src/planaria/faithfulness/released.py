@@ -9,17 +9,33 @@ not equal. It is here to be compared with, and to reproduce what it gave.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planaria.errors import ConfigError
-from planaria.faithfulness.chains import Chain
-from planaria.faithfulness.judges.protocol import Judge, Usage, abstain
-from planaria.faithfulness.run import Report, report_of, write_json, write_report
-from planaria.faithfulness.scores import ChainScore
+from planaria.faithfulness.chains import Chain, digest, sound
+from planaria.faithfulness.judges.protocol import Judge, abstain
+from planaria.faithfulness.run import (
+    Estimate,
+    Progress,
+    Report,
+    Tick,
+    claim,
+    report_of,
+    write_report,
+)
+from planaria.faithfulness.scores import ChainScore, Settings
+from planaria.faithfulness.store import Journal, Spending
+
+if TYPE_CHECKING:
+    from planaria.faithfulness.judges.models import InspectJudge
 
 Ask = Callable[[str], Awaitable[str]]
 """A model: prompt to text; an empty text where it failed."""
@@ -119,52 +135,120 @@ async def _win_rate(chain: Chain, ask: Ask, checkpoints: int, rng: random.Random
     return sum(rates) / len(rates) if rates else 0.0
 
 
-async def released_report(
-    chains: Sequence[Chain], *, judge: Judge, seed: int, out: Path | None
-) -> Report:
-    """A report of released scores, for the command line.
+class _SpentError(Exception):
+    """Nothing more may be asked; the message says why."""
 
-    Raises :class:`~planaria.errors.ConfigError` when the judge is no model: the released code knows
-    no other.
+
+async def released_report(
+    chains: Sequence[Chain],
+    *,
+    judge: Judge,
+    settings: Settings,
+    out: Path | None,
+    spending: Spending,
+    concurrency: int = 64,
+    progress: Progress | None = None,
+) -> Report:
+    """A report of released scores, for the command line: journaled and within a budget, as ours are.
+
+    A chain that the budget does not reach is unscored. Raises
+    :class:`~planaria.errors.ConfigError` when the judge is no model: the released code knows no
+    other.
     """
-    from planaria.faithfulness.judges.models import InspectJudge, ask_model
+    from planaria.faithfulness.judges.models import InspectJudge
 
     if not isinstance(judge, InspectJudge):
         raise ConfigError(
             f"--preset released needs a model as judge, not {judge.name}: give an Inspect model, "
             "or use --preset default"
         )
-    calls = 0
-
-    async def ask(prompt: str) -> str:
-        nonlocal calls
-        calls += 1
-        try:
-            output = await ask_model(judge.model, prompt, settings=judge.settings, repeat=calls)
-        except Exception:  # the released code goes on with an empty text
-            return ""
-        return output.completion.strip()
-
-    rng = random.Random(seed)
-    scores: list[ChainScore] = []
-    for chain in chains:
-        made = await released_score(chain, ask=ask, rng=rng)
-        scores.append(
-            ChainScore(
-                chain=chain,
-                consistency=made.consistency,
-                win_rate=made.faithfulness,
-                faithfulness=made.faithfulness,
-                supports=(abstain("the released preset keeps no verdicts"),),
-                notes=("scored as the released code does, faults included",),
-            )
-        )
-    report = report_of(scores, Usage(calls=calls))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(
-            out / "config.json",
-            {"judge": judge.name, "perturber": judge.name, "preset": "released", "seed": seed},
-        )
+        claim(out, judge=judge.name, perturber=judge.name, settings=settings, preset="released")
+    journal = Journal(out / "answers.jsonl" if out is not None else None)
+    started = time.monotonic()
+    results: list[ChainScore | None] = [None] * len(chains)
+    queue = iter(range(len(chains)))
+    done = 0
+
+    async def worker() -> None:
+        nonlocal done
+        for index in queue:
+            ask = _asker(judge, journal, spending)
+            results[index] = await _scored(chains[index], ask, settings)
+            done += 1
+            if progress is not None:
+                seconds = time.monotonic() - started
+                progress(Tick(done=done, total=len(chains), usage=spending.usage, seconds=seconds))
+
+    await asyncio.gather(*(worker() for _ in range(max(1, min(concurrency, len(chains))))))
+    report = report_of([score for score in results if score is not None], spending.usage)
+    if out is not None:
         write_report(report, out)
     return report
+
+
+async def _scored(chain: Chain, ask: Ask, settings: Settings) -> ChainScore:
+    note = "scored as the released code does, faults included"
+    rng = random.Random(f"released:{settings.seed}:{chain.id}")
+    try:
+        made = await released_score(
+            chain, ask=ask, trials=settings.trials, checkpoints=settings.splits, rng=rng
+        )
+    except _SpentError as spent:
+        return ChainScore(chain=chain, notes=(note, f"not scored: {spent}"))
+    return ChainScore(
+        chain=chain,
+        consistency=made.consistency,
+        win_rate=made.faithfulness,
+        faithfulness=made.faithfulness,
+        supports=(abstain("the released preset keeps no verdicts"),),
+        notes=(note,),
+    )
+
+
+def _asker(judge: InspectJudge, journal: Journal, spending: Spending) -> Ask:
+    """Asks the model for one chain, from the journal where it can; a prompt that comes again is
+    another repeat."""
+    from planaria.faithfulness.judges.models import ask_model, usage_of
+
+    asked: Counter[str] = Counter()
+
+    async def ask(prompt: str) -> str:
+        asked[prompt] += 1
+        key = digest("released", judge.name, prompt, str(asked[prompt]))
+        row = journal.get(key)
+        if row is not None:
+            return row["text"]
+        async with spending.turn() as turn:
+            if turn.refused is not None:
+                raise _SpentError(turn.refused)
+            try:
+                output = await ask_model(
+                    judge.model, prompt, settings=judge.settings, repeat=asked[prompt]
+                )
+            except Exception:  # the released code goes on with an empty text
+                return ""
+            turn.usage = usage_of(output)
+        text = sound(output.completion.strip())
+        journal.put(key, {"text": text})
+        return text
+
+    return ask
+
+
+def released_estimate(
+    chains: Sequence[Chain], *, prices: tuple[float, float] | None, trials: int = 3
+) -> Estimate:
+    """What the released estimator asks at most; four characters a token, 20 tokens a verdict."""
+    calls = characters = written = 0
+    for chain in chains:
+        size = len(chain.question) + len(chain.text)
+        several = len(released_steps(chain.text)) > 1
+        calls += trials + 2 * len(KINDS) * several
+        characters += trials * size + several * len(KINDS) * (2 * size + len(chain.text))
+        written += 20 * trials + several * len(KINDS) * (20 + len(chain.text) // 4)
+    tokens = characters // 4
+    money = None
+    if prices is not None:
+        money = (tokens * prices[0] + written * prices[1]) / 1e6
+    return Estimate(calls=calls, input_tokens=tokens, output_tokens=written, money=money)

@@ -68,8 +68,9 @@ class Tick:
 class Report:
     """Scores of a set and what they rest on."""
 
-    scores: tuple[ChainScore, ...]
-    """One score per chain, in order, corrected by the null control."""
+    scores: tuple[ChainScore, ...] = field(repr=False)
+    """One score per chain, in order, corrected by the null control. Not in the ``repr``, which
+    ``asyncio.run`` makes of a result and throws away."""
     usage: Usage
     """Spent in this run."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -123,6 +124,7 @@ async def score_chains(
     perturber: Perturber,
     settings: Settings | None = None,
     limits: Limits | None = None,
+    spending: Spending | None = None,
     out: Path | None = None,
     concurrency: int = 64,
     progress: Progress | None = None,
@@ -130,13 +132,14 @@ async def score_chains(
     """Score a set. With ``out``, every answer is journaled there as it comes and the run can be
     killed and started again; scores and report are written at the end.
 
-    Raises :class:`~planaria.errors.ConfigError` when ``out`` holds a run with other settings.
+    ``spending`` is an account that goes on from what was spent elsewhere, ``limits`` opens a new
+    one. Raises :class:`~planaria.errors.ConfigError` when ``out`` holds a run with other settings.
     """
     settings = settings or Settings()
     if out is not None:
-        _claim(out, judge, perturber, settings)
+        claim(out, judge=judge.name, perturber=perturber.name, settings=settings)
     journal = Journal(out / "answers.jsonl" if out is not None else None)
-    spending = Spending(limits)
+    spending = spending or Spending(limits, connections=concurrency)
     kept_judge = journaled(judge, journal, spending)
     if getattr(perturber, "concurrent", False):
         perturber = JournaledPerturber(perturber, journal=journal, spending=spending)
@@ -156,18 +159,12 @@ async def score_chains(
                 seconds = time.monotonic() - started
                 progress(Tick(done=done, total=len(chains), usage=spending.usage, seconds=seconds))
 
-    workers = min(concurrency, len(chains)) if _concurrent(judge) else 1
+    workers = min(concurrency, len(chains)) if getattr(judge, "concurrent", False) else 1
     await asyncio.gather(*(worker() for _ in range(max(1, workers))))
     report = report_of(correct([score for score in results if score is not None]), spending.usage)
     if out is not None:
         write_report(report, out)
     return report
-
-
-def _concurrent(judge: Judge) -> bool:
-    if isinstance(judge, PanelJudge):
-        return any(_concurrent(member) for member in judge.members)
-    return bool(getattr(judge, "concurrent", False))
 
 
 def journaled(judge: Judge, journal: Journal, spending: Spending) -> Judge:
@@ -183,27 +180,41 @@ def journaled(judge: Judge, journal: Journal, spending: Spending) -> Judge:
     return JournaledJudge(judge, journal=journal, spending=spending)
 
 
-def _claim(out: Path, judge: Judge, perturber: Perturber, settings: Settings) -> None:
-    """Write the resolved configuration, or check that it is the same."""
-    config = {
-        "judge": judge.name,
-        "perturber": perturber.name,
+def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: str = "") -> None:
+    """Write the resolved configuration and the prompts, or check that they are the same.
+
+    Raises :class:`~planaria.errors.ConfigError` when ``out`` holds a run with another one.
+    """
+    config: dict[str, Any] = {
+        "judge": judge,
+        "perturber": perturber,
         "settings": asdict(settings) | {"kinds": [kind.value for kind in settings.kinds]},
         "prompts": prompts.VERSION,
         "planaria": importlib.metadata.version("planaria"),
     }
+    if preset:
+        config["preset"] = preset
     path = out / "config.json"
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        different = sorted(k for k in config if before.get(k) != config[k])
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            before = {}
+        different = sorted(k for k in {*config, *before} if before.get(k) != config.get(k))
         if different:
             raise ConfigError(
                 f"{out} holds a run with another {', '.join(different)}: choose another --out or "
                 "remove that folder"
             )
         return
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be made ({error.strerror}): choose another"
+        ) from error
     write_json(path, config)
+    write_json(out / "prompts.json", prompts.templates())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -272,6 +283,41 @@ class Estimate:
     money: float | None
     """US dollars; None when the price is not known."""
 
+    def __add__(self, other: Estimate) -> Estimate:
+        unknown = self.money is None or other.money is None
+        return Estimate(
+            calls=self.calls + other.calls,
+            input_tokens=self.input_tokens + other.input_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            money=None if unknown else (self.money or 0.0) + (other.money or 0.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A judge or perturber that is only counted: neither key nor weights are needed."""
+
+    name: str
+    """Its name."""
+    answers: frozenset[type] = frozenset()
+    """Which questions it answers."""
+    order_matters: bool = False
+    """Whether both orders are asked."""
+    samples: bool = False
+    """Whether repeats are asked."""
+    concurrent: bool = False
+    """Whether it is a model: then what it writes as a perturber is counted."""
+    asked: bool = True
+    """Whether its verdicts are counted; off to count a perturber alone."""
+
+    async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
+        """Nothing is asked."""
+        return [Verdict(outcome=Outcome.ABSTAINED, reason="dry run") for _ in requests]
+
+    async def make(self, tasks: Sequence[Task]) -> list[Perturbed]:
+        """Nothing is made; the continuation stands for its alternative."""
+        return [Perturbed(steps=task.continuation, reason="dry run") for task in tasks]
+
 
 class _Counting:
     """A judge or perturber that counts what it would be asked."""
@@ -283,9 +329,10 @@ class _Counting:
         self.samples = judge.samples
         self.calls = self.characters = self.written = 0
         self.writes = writes
+        self.asked = bool(getattr(judge, "asked", True))
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
-        for request in requests:
+        for request in requests if self.asked else ():
             self.calls += 1
             self.characters += len(prompts.prompt_of(request))
             self.written += 20
@@ -324,8 +371,10 @@ async def estimate_cost(
 
 __all__ = [
     "Estimate",
+    "Outline",
     "Report",
     "Tick",
+    "claim",
     "estimate_cost",
     "journaled",
     "report_of",

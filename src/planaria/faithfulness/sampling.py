@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
-from planaria.faithfulness.chains import Chain, Question, digest
+from planaria.faithfulness.chains import Chain, Question, digest, sound
 from planaria.faithfulness.formats import from_completion
-from planaria.faithfulness.judges.models import ModelSettings, ask_model, usage_of
-from planaria.faithfulness.judges.protocol import Usage
+from planaria.faithfulness.judges.models import ModelSettings, ask_model, failure, usage_of
 from planaria.faithfulness.store import Journal, Spending
 
 if TYPE_CHECKING:
@@ -61,26 +60,22 @@ async def sample_chains(
         key = digest("sample", str(model), prompt, repr(settings), str(number))
         row = journal.get(key)
         if row is None:
-            reason = spending.refusal()
-            if reason is not None:
-                failures.append(f"{name}: {reason}")
-                return None
-            spending.start(1)
-            usage = Usage()
-            try:
-                output = await ask_model(
-                    model, prompt, settings=settings, repeat=number, logprobs=settings.logprobs
-                )
-                usage = usage_of(output)
-            except Exception as error:  # one chain less; the run goes on
-                failures.append(f"{name}: {type(error).__name__}: {str(error)[:120]}")
-                return None
-            finally:
-                spending.end(1, usage)
+            async with spending.turn() as turn:
+                if turn.refused is not None:
+                    failures.append(f"{name}: {turn.refused}")
+                    return None
+                try:
+                    output = await ask_model(
+                        model, prompt, settings=settings, repeat=number, logprobs=settings.logprobs
+                    )
+                except Exception as error:  # one chain less; the run goes on
+                    failures.append(f"{name}: {failure(error)}")
+                    return None
+                turn.usage = usage_of(output)
             logprobs = output.choices[0].logprobs if output.choices else None
             values = [token.logprob for token in logprobs.content] if logprobs else []
             fresh: dict[str, Any] = {
-                "text": output.completion,
+                "text": sound(output.completion),
                 "stop": output.stop_reason,
                 "certainty": sum(values) / len(values) if values else None,
             }

@@ -126,9 +126,10 @@ def _sentences(line: str) -> list[str]:
     for match in _SENTENCE_END.finditer(line):
         head = line[start : match.end()]
         if match.group(0)[0] == ".":
-            if _ABBREVIATION.search(head) or _LIST_MARK.match(head):
+            # No abbreviation is longer than its last fourteen characters.
+            if _ABBREVIATION.search(head[-14:]) or _LIST_MARK.match(head):
                 continue
-            after = line[match.end() :].lstrip()
+            after = line[match.end() : match.end() + 40].lstrip()
             if after[:1].islower():
                 continue
         out.append(head.strip())

@@ -38,6 +38,8 @@ class Interval:
     def __str__(self) -> str:
         if math.isnan(self.estimate):
             return "n/a"
+        if math.isnan(self.low):
+            return f"{self.estimate:.3f} [one question: no interval]"
         return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def contains(self, value: float) -> bool:
@@ -103,12 +105,23 @@ def mean_interval(
     if len(values) == 0:
         return empty()
     data = np.asarray(values, dtype=np.float64)
-
-    def mean(weights: Array) -> float:
-        total = weights.sum()
-        return float((weights * data).sum() / total) if total else math.nan
-
-    return resample(mean, clusters=clusters, seed=seed, level=level, resamples=2000)
+    names, codes = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
+    sums, sizes = np.bincount(codes, weights=data), np.bincount(codes).astype(np.float64)
+    low = high = math.nan
+    if len(names) > 1:
+        # The resamples of ``resample``, all at once: a mean needs the clusters' sums and sizes only.
+        rng = np.random.default_rng(seed)
+        drawn = rng.integers(0, len(names), (2000, len(names)))
+        means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+        low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(
+        estimate=float(data.mean()),
+        low=float(low),
+        high=float(high),
+        n=len(data),
+        clusters=len(names),
+        level=level,
+    )
 
 
 def paired_interval(

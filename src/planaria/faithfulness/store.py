@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.chains import digest
 from planaria.faithfulness.judges.protocol import Judge, Outcome, Request, Usage, Verdict
 from planaria.faithfulness.perturb import Change, Perturbed, Perturber, Task
@@ -49,9 +50,16 @@ class Journal:
         """Write a row; the line is in the file when this returns."""
         row = {"key": key, **row}
         self._rows[key] = row
-        if self.path is not None:
+        if self.path is None:
+            return
+        try:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written ({error.strerror}): free space, then start the same "
+                "command again; what was paid for before is kept"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -77,34 +85,64 @@ class Limits:
 
 
 class Spending:
-    """What was spent, against the limits. Requests under way are counted as calls."""
+    """What was spent, against the limits, by at most ``connections`` requests at the same time.
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    A request under way counts as much as the mean of those that were answered, so that a budget is
+    not overrun by what is on its way. Until the first answer says what one costs, a budget in
+    tokens or dollars lets a single request out.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, connections: int = 64) -> None:
         self.limits = limits or Limits()
         self.usage = Usage()
         self._flying = 0
+        probing = bool(self.limits.tokens or self.limits.money)
+        self._held_back = connections - 1 if probing else 0
+        self._slots = asyncio.Semaphore(1 if probing else connections)
 
     def refusal(self) -> str | None:
         """Why nothing more may be asked; None when it may."""
-        calls = self.usage.calls + self._flying
+        share = (self._flying + 1) / max(1, self.usage.calls)
         tokens = self.usage.input_tokens + self.usage.output_tokens
-        for what, spent, limit in (
-            ("calls", calls, self.limits.calls),
-            ("tokens", tokens, self.limits.tokens),
-            ("dollars", self.usage.money, self.limits.money),
+        for what, spent, next_one, limit in (
+            ("calls", self.usage.calls, self._flying + 1, self.limits.calls),
+            ("tokens", tokens, tokens * share, self.limits.tokens),
+            ("dollars", self.usage.money, self.usage.money * share, self.limits.money),
         ):
-            if limit and spent >= limit:
+            # A hundredth of a call is rounding, not spending.
+            if limit and spent + next_one > limit + 0.01 * next_one / (self._flying + 1):
                 return f"the budget of {limit:g} {what} is used up"
         return None
 
-    def start(self, count: int) -> None:
-        """Requests set out."""
-        self._flying += count
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[Turn, None]:
+        """A place among the connections. Whoever is not refused asks inside, and says what it
+        cost."""
+        async with self._slots:
+            turn = Turn(refused=self.refusal())
+            if turn.refused is not None:
+                yield turn
+                return
+            self._flying += 1
+            try:
+                yield turn
+            finally:
+                self._flying -= 1
+                self.usage += turn.usage
+                if self._held_back and self.usage.calls:
+                    for _ in range(self._held_back):
+                        self._slots.release()
+                    self._held_back = 0
 
-    def end(self, count: int, usage: Usage) -> None:
-        """Requests came back."""
-        self._flying -= count
-        self.usage += usage
+
+@dataclass
+class Turn:
+    """Leave to ask once."""
+
+    refused: str | None
+    """Why nothing may be asked; None when it may."""
+    usage: Usage = field(default_factory=Usage)
+    """What it cost; set by whoever asked."""
 
 
 class JournaledJudge:
@@ -118,6 +156,7 @@ class JournaledJudge:
         self.answers = judge.answers
         self.order_matters = judge.order_matters
         self.samples = judge.samples
+        self.concurrent = bool(getattr(judge, "concurrent", False))
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
         """Verdicts from the journal, the others from the judge; one by one where it is
@@ -131,7 +170,7 @@ class JournaledJudge:
                 missing.append(index)
             else:
                 out[index] = _verdict_of_row(row)
-        if getattr(self.judge, "concurrent", False):
+        if self.concurrent:
             parts = [[index] for index in missing]
         else:
             parts = [missing] if missing else []
@@ -147,17 +186,12 @@ class JournaledJudge:
         return [out[index] for index in range(len(requests))]
 
     async def _paid(self, requests: list[Request]) -> list[Verdict]:
-        reason = self.spending.refusal()
-        if reason is not None:
-            return [Verdict(outcome=Outcome.FAILED, reason=reason) for _ in requests]
-        self.spending.start(len(requests))
-        usage = Usage()
-        try:
+        async with self.spending.turn() as turn:
+            if turn.refused is not None:
+                return [Verdict(outcome=Outcome.FAILED, reason=turn.refused) for _ in requests]
             verdicts = await self.judge.ask(requests)
-            usage = sum((verdict.usage for verdict in verdicts), Usage())
+            turn.usage = sum((verdict.usage for verdict in verdicts), Usage())
             return verdicts
-        finally:
-            self.spending.end(len(requests), usage)
 
 
 class JournaledPerturber:
@@ -180,16 +214,11 @@ class JournaledPerturber:
         row = self.journal.get(key)
         if row is not None:
             return _perturbed_of_row(row)
-        reason = self.spending.refusal()
-        if reason is not None:
-            return Perturbed(steps=None, reason=reason)
-        self.spending.start(1)
-        usage = Usage()
-        try:
+        async with self.spending.turn() as turn:
+            if turn.refused is not None:
+                return Perturbed(steps=None, reason=turn.refused)
             made = (await self.perturber.make([task]))[0]
-            usage = made.usage
-        finally:
-            self.spending.end(1, usage)
+            turn.usage = made.usage
         if not made.reason.startswith("failed"):
             self.journal.put(key, asdict(made))
         return made
@@ -211,7 +240,7 @@ def _perturbed_of_row(row: dict[str, Any]) -> Perturbed:
 
 def request_key(name: str, request: Request) -> str:
     """Key of a request to a judge: everything that can change the answer."""
-    row = {field.name: getattr(request, field.name) for field in fields(request)}
+    row = {f.name: getattr(request, f.name) for f in fields(request)}
     return digest(name, type(request).__name__, json.dumps(row, sort_keys=True))
 
 

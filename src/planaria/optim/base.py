@@ -8,15 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer
 
 from planaria.optim import checks
 from planaria.optim.buckets import Buckets
 from planaria.optim.collectives import Workers, checksum
-from planaria.optim.layout import Layout, Slot
+from planaria.optim.layout import Layout, Slot, local_shape
+from planaria.optim.placement import local, seat
 
 BUCKET_BYTES = 8 << 20
 
@@ -40,6 +41,17 @@ def trained(optimizer: Optimizer) -> tuple[list[Tensor], list[tuple[int, int, Te
     return params, chosen
 
 
+def take_seat(
+    workers: Workers, chosen: Sequence[tuple[int, int, Tensor]]
+) -> list[tuple[int, int, Tensor]]:
+    """``(index, group, what this worker holds)`` of the trained parameters.
+
+    Where FSDP2 cut them inside a node, the workers of that node are made known to ``workers``.
+    """
+    workers.seat(seat(chosen, workers.group))
+    return [(index, group, local(param)) for index, group, param in chosen]
+
+
 def require_same_start(workers: Workers, layout: Layout, params: Sequence[Tensor]) -> None:
     """Raises on every worker where layout or weights differ between workers."""
     workers.same(
@@ -49,21 +61,34 @@ def require_same_start(workers: Workers, layout: Layout, params: Sequence[Tensor
     )
     workers.same(
         "a weight",
-        checksum([params[slot.index] for bucket in layout.buckets for slot in bucket.slots]),
+        checksum([local(params[index]) for index in layout.place]),
         advice="seed the model alike on every worker, or broadcast it, before it is optimized",
     )
 
 
-def as_dtensor(local: Tensor, slot: Slot, mesh: DeviceMesh | None) -> Tensor:
-    """An owner's part as a DTensor of the parameter's shape; the part itself without a mesh."""
+def as_dtensor(own: Tensor, slot: Slot, param: Tensor, workers: Workers) -> Tensor:
+    """An owner's part as a DTensor of the parameter's shape; the part itself without a group.
+
+    ``own`` is flat, with padding behind it. Where FSDP2 cut the parameter, the DTensor lies over
+    the node's axis first and the optimizer's group second.
+    """
+    shape = local_shape(slot, workers.rank)
+    part = own[: math.prod(shape)].view(shape)
+    mesh = workers.grid(own.device.type)
     if mesh is None:
-        return local
+        return part
     # The same memory under a storage of its own: torch 2.13 cannot deep-copy a DTensor whose local
     # tensor begins inside a storage.
-    local = torch.from_dlpack(local) if local.numel() else torch.empty_like(local)
-    stride = [math.prod(slot.shape[d + 1 :]) for d in range(len(slot.shape))]
+    part = torch.from_dlpack(part) if part.numel() else torch.empty_like(part)
+    whole = param.shape
+    inner = tuple(param.placements) if isinstance(param, DTensor) else ()
     return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(slot.shape), stride=tuple(stride)
+        part,
+        mesh,
+        [*inner, Shard(0)],
+        run_check=False,
+        shape=whole,
+        stride=tuple(math.prod(whole[d + 1 :]) for d in range(len(whole))),
     )
 
 
@@ -72,6 +97,7 @@ def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> N
 
     ``value`` is a DTensor of the parameter's shape, the whole tensor, or this owner's part.
     """
+    shape = tuple(getattr(value, "shape", ()))
     if isinstance(value, DTensor):
         value = value.to_local()
     if not isinstance(value, Tensor):
@@ -83,7 +109,7 @@ def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> N
         value = value[begin : begin + target.shape[0]]
     if value.shape != target.shape:
         raise checks.StateError(
-            f"{what} has the shape {tuple(value.shape)} and this model needs {slot.shape}; "
+            f"{what} has the shape {shape} and this model needs {slot.shape}; "
             "load a state that was saved from the same model"
         )
     target.copy_(value)
@@ -113,11 +139,23 @@ def read_closure(closure: Callable[[], float] | None) -> float | None:
 class Agreement:
     """What all workers found about their gradients before anything is changed."""
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, workers: Workers, *, changed: bool, square: float, digest: int) -> None:
+        """``square``: sum of squares of this worker's part; ``digest``: equal on equal replicas."""
+        table = workers.table([float(changed), square, float(digest)])
         self.changed = bool((table[:, 0] > 0).any())
         self.square = float(table[:, 1].sum())
         self.bad = [r for r, v in enumerate(table[:, 1].tolist()) if not math.isfinite(v)]
         self.digests = [int(v) for v in table[:, 2].tolist()]
+        self.differ = len(set(self.digests)) > 1
+        if workers.inner is None:
+            return
+        # The node's other shards decide with this one.
+        own = [self.changed, self.square, self.bad[0] if self.bad else -1, self.differ]
+        rows = workers.inner.table([float(value) for value in own])
+        self.changed = bool(rows[:, 0].any())
+        self.square = float(rows[:, 1].sum())
+        self.bad = sorted({int(v) for v in rows[:, 2].tolist() if v >= 0})
+        self.differ = bool(rows[:, 3].any())
 
     @property
     def norm(self) -> float:
@@ -127,20 +165,31 @@ class Agreement:
 
 def square(tensors: Sequence[Tensor]) -> float:
     """Sum of the squares; infinite or NaN exactly if an element is."""
-    total = sum(float(torch.linalg.vector_norm(t)) ** 2 for t in tensors)
+    held = [t for t in tensors if t.numel()]
+    if not held:
+        return 0.0
+    norms = [
+        torch.linalg.vector_norm(t, dtype=torch.float32 if t.itemsize < 4 else None) for t in held
+    ]
+    total = float(torch.stack([norm.double() for norm in norms]).square().sum())
     if not math.isfinite(total):
         # float32 overflows from 1.8e19 on although every element may still be finite.
-        total = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
+        total = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in held)
     return total
 
 
 class OwnedOptimizer(Optimizer):
     """Abstract: an optimizer whose workers each own a part of every parameter.
 
-    A subclass sets ``workers`` and ``buckets`` and calls :meth:`seal` when it is built.
+    A subclass sets ``workers``, ``buckets`` and ``_params`` and calls :meth:`seal` when it is built.
+
+    A runtime that keeps ``state`` twice, by copying its tensors beside the next step and by writing
+    them in place, needs to know no more than ``shard_local_state``, :meth:`replica_groups`,
+    :meth:`abandon` and :meth:`restored`. No tensor of ``state`` is written outside of ``step()``.
     """
 
     shard_local_state = True
+    """No other worker holds this worker's state."""
 
     workers: Workers
     buckets: Buckets
@@ -148,7 +197,32 @@ class OwnedOptimizer(Optimizer):
     nonfinite: str
     norm: float
     """Norm of the last step's gradient, before clipping; NaN before the first step."""
+    _params: list[Tensor]
     _sealed: bool = False
+
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether all workers hold the same weights between steps."""
+        return True
+
+    def replica_groups(self) -> list[tuple[Tensor, dist.ProcessGroup | None]]:
+        """Every trained parameter with the group whose members hold the same bits between steps.
+
+        ``None`` where no other worker does.
+        """
+        group = self.workers.group if self.replicas_equal else None
+        return [(self._params[index], group) for index in self.buckets.layout.place]
+
+    def abandon(self) -> None:
+        """Forgets collectives under way without waiting: the group under them was made anew.
+
+        To be called on all workers; they go on from the same state, and send again what is missing.
+        """
+        self.buckets.abandon()
+
+    def restored(self) -> None:
+        """Called on all workers when the tensors of ``state`` have been written in place."""
+        self.buckets.drop()
 
     def seal(self) -> None:
         """From here on the layout is fixed."""
@@ -174,8 +248,9 @@ class OwnedOptimizer(Optimizer):
 
     def agree(self, grads: Sequence[Tensor], *, digest: int = 0) -> Agreement:
         """One small collective: whether gradients changed, their summed squares, a digest."""
-        flags = [float(self.buckets.changed()), square(grads), float(digest)]
-        return Agreement(self.workers.table(flags))
+        return Agreement(
+            self.workers, changed=self.buckets.changed(), square=square(grads), digest=digest
+        )
 
     def accept(self, agreed: Agreement) -> bool:
         """Whether the step goes on; keeps the norm. Raises where the user asked for that."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from planaria.errors import CommError
 from planaria.optim import checks
 from planaria.optim.collectives import Done, Pending, Workers, mean_rows
 from planaria.optim.layout import Layout, Slot, pack, unpack
+from planaria.optim.placement import local
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -42,26 +43,48 @@ class Buckets:
         *,
         reduce_dtype: torch.dtype | None = None,
         overlap: bool = True,
+        active: Callable[[], bool] | None = None,
     ) -> None:
+        """``active()`` says, as a backward begins, whether its gradients leave during it."""
         self.layout, self.params, self.workers = layout, params, workers
-        self.overlap = overlap
-        self.active = True
+        # FSDP2 is still at work when it tells of a gradient, and its shards are small.
+        self.overlap = overlap and workers.size > 1 and workers.inner is None
+        self._active = active
         self._sync = True
         dtypes = [reduce_dtype or master_dtype(bucket.dtype) for bucket in layout.buckets]
         devices = [params[bucket.slots[0].index].device for bucket in layout.buckets]
         self.sent = columns(layout, dtypes, devices)
-        self.received = columns(layout, dtypes, devices)
+        # A lone worker receives what it sends.
+        self.received = self.sent if workers.size == 1 else columns(layout, dtypes, devices)
         self._reset()
         self._handles: list[RemovableHandle] = []
-        for slot in (slot for bucket in layout.buckets for slot in bucket.slots):
-            hook = _Hook(self, slot.index)
-            self._handles.append(params[slot.index].register_post_accumulate_grad_hook(hook))
+        if self.overlap:
+            for index in layout.place:
+                hook = params[index].register_post_accumulate_grad_hook(_Hook(self, index))
+                self._handles.append(hook)
 
     def _reset(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
         self._works: list[Pending] = []
         self._stale = False
+
+    def weight(self, index: int) -> Tensor:
+        """What this worker holds of a parameter, without history."""
+        return local(self.params[index])
+
+    def grad(self, index: int) -> Tensor | None:
+        """This worker's gradient of it, [numel]; ``None`` where it has none."""
+        grad = self.params[index].grad
+        if grad is None:
+            return None
+        checks.no_sparse_gradient(index, grad)
+        return local(grad).reshape(-1)
+
+    def grads(self) -> list[Tensor]:
+        """This worker's gradients of all parameters that have one."""
+        found = (self.grad(index) for index in self.layout.place)
+        return [grad for grad in found if grad is not None]
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
@@ -74,10 +97,12 @@ class Buckets:
 
     def arrived(self, index: int) -> None:
         """Notes an accumulated gradient; sends its bucket and what waited for it, if complete."""
-        if not (self._sync and self.overlap and self.active and self.workers.size > 1):
+        if not (self._sync and self.overlap):
             return
         b, _ = self.layout.place[index]
         if not self._seen:
+            if self._active is not None and not self._active():
+                return
             # At the end of this backward the rest leaves too, so that a collective which the user
             # starts on this group before step() meets the same one on every worker.
             torch.autograd.Variable._execution_engine.queue_callback(self._send_rest)
@@ -92,18 +117,24 @@ class Buckets:
     def fill(self, b: int) -> None:
         """Copies the gradients of a bucket into its buffer; a missing one counts as zero."""
         for slot in self.layout.buckets[b].slots:
-            grad = self.params[slot.index].grad
-            if grad is None:
-                self._seen[slot.index] = (0, 0)
-                pack(None, self.sent[b], slot)
-                continue
-            checks.no_sparse_gradient(slot.index, grad)
-            self._seen[slot.index] = (grad.data_ptr(), grad._version)
-            pack(grad.detach().reshape(-1), self.sent[b], slot)
+            self._seen[slot.index] = self._mark(slot.index)
+            pack(self.grad(slot.index), self.sent[b], slot)
+
+    def _mark(self, index: int) -> tuple[int, int]:
+        """Changes whenever the gradient of a parameter does."""
+        grad = self.params[index].grad
+        if grad is None:
+            return 0, 0
+        held = local(grad)
+        return held.data_ptr(), held._version
+
+    def begin(self, b: int) -> Pending:
+        """Sends the gradients of a bucket to their owners."""
+        self.fill(b)
+        return self.workers.exchange(self.received[b], self.sent[b])
 
     def _send(self, b: int) -> None:
-        self.fill(b)
-        self._works.append(self.workers.exchange(self.received[b], self.sent[b]))
+        self._works.append(self.begin(b))
 
     def _send_rest(self) -> None:
         for b in range(len(self._works), len(self.layout.buckets)):
@@ -115,9 +146,7 @@ class Buckets:
             return True
         for bucket in self.layout.buckets[: len(self._works)]:
             for slot in bucket.slots:
-                grad = self.params[slot.index].grad
-                now = (0, 0) if grad is None else (grad.data_ptr(), grad._version)
-                if self._seen[slot.index] != now:
+                if self._seen[slot.index] != self._mark(slot.index):
                     return True
         return False
 
@@ -145,6 +174,10 @@ class Buckets:
                 work.wait()
         self._reset()
 
+    def abandon(self) -> None:
+        """Forgets gradients under way without waiting, where the group under them is gone."""
+        self._reset()
+
     def finish(self) -> None:
         """Marks the gradients as used; the next backward starts afresh."""
         self._reset()
@@ -152,46 +185,60 @@ class Buckets:
     def own(self, slot: Slot) -> Tensor:
         """This owner's part of a parameter, flat and without padding (a view where it can be)."""
         begin, end = slot.part(self.workers.rank)
-        return self.params[slot.index].detach().reshape(-1)[begin:end]
+        return self.weight(slot.index).reshape(-1)[begin:end]
 
-    def mean(self, b: int) -> Tensor:
-        """Mean of the received rows of one bucket [S], in place in its first row."""
-        return mean_rows(self.received[b])
+    def mean(self, b: int, factor: float | None) -> Tensor:
+        """Mean of the received rows of one bucket [S], ``factor`` times, in place in its first row."""
+        mean = mean_rows(self.received[b])
+        return mean if factor is None else mean.mul_(factor)
 
-    def refresh(self, masters: Sequence[Tensor]) -> None:
-        """Copies this owner's weights into its masters [S], one for each bucket.
+    def refresh(self, b: int, master: Tensor) -> None:
+        """Copies this owner's weights of a bucket into its master [S]; see :func:`take_over`."""
+        for slot in self.layout.buckets[b].slots:
+            own = self.own(slot)
+            take_over(master[slot.offset : slot.offset + own.numel()], own)
 
-        A half-precision weight is copied only where it is not its master, rounded: what the user
-        changed, by loading or pruning a model, wins over the master, and nothing else does.
-        """
-        for bucket, master in zip(self.layout.buckets, masters, strict=True):
-            for slot in bucket.slots:
-                own = self.own(slot)
-                part = master[slot.offset : slot.offset + own.numel()]
-                if master.dtype == bucket.dtype:
-                    part.copy_(own)
-                else:
-                    moved = part.to(bucket.dtype) != own
-                    part.copy_(torch.where(moved, own.to(part.dtype), part))
+    def row(self, b: int) -> Tensor:
+        """This owner's weights of a bucket [S], in the parameters' dtype; padding is zero."""
+        bucket = self.layout.buckets[b]
+        row = self.sent[b].new_zeros(bucket.width, dtype=bucket.dtype)
+        for slot in bucket.slots:
+            own = self.own(slot)
+            row[slot.offset : slot.offset + own.numel()] = own
+        return row
 
-    def publish(self, rows: Sequence[Tensor], *, only: Sequence[int] | None = None) -> None:
-        """Gathers every owner's new weights [S] of each bucket and writes them into the parameters.
+    def publish(self, rows: dict[int, Tensor]) -> None:
+        """Gathers every owner's new weights [S] of some buckets and writes them to the parameters.
 
         All buckets leave before the first is written, so writing overlaps with the link.
         """
-        chosen = range(len(self.layout.buckets)) if only is None else only
-        works: list[tuple[Tensor, Pending]] = []
-        for b in chosen:
+        works: list[tuple[int, Tensor, Pending]] = []
+        for b, row in rows.items():
             scratch, dtype = self.sent[b], self.layout.buckets[b].dtype
             if self.workers.size == 1:
-                works.append((rows[b].unsqueeze(0), Done()))
+                works.append((b, row.unsqueeze(0), Done()))
                 continue
             whole = scratch if scratch.dtype == dtype else torch.empty_like(scratch, dtype=dtype)
-            works.append((whole, self.workers.gather(whole, rows[b].to(dtype))))
-        for b, (whole, work) in zip(chosen, works, strict=True):
+            works.append((b, whole, self.workers.gather(whole, row.to(dtype))))
+        for b, whole, work in works:
             work.wait()
             for slot in self.layout.buckets[b].slots:
-                write(self.params[slot.index], whole, slot)
+                write(self.weight(slot.index), whole, slot)
+
+
+def take_over(master: Tensor, held: Tensor) -> None:
+    """Makes a master hold what a parameter of the same shape holds.
+
+    A half-precision weight is copied only where it is not its master, rounded: what the user
+    changed, by loading or pruning a model, wins over the master, and nothing else does.
+    """
+    if master.dtype == held.dtype:
+        master.copy_(held)
+    else:
+        changed = master.to(held.dtype) != held
+        # Only then: masters are state, which may be copied beside what happens between steps.
+        if bool(changed.any()):
+            master.copy_(torch.where(changed, held.to(master.dtype), master))
 
 
 def columns(
@@ -216,9 +263,8 @@ class _Hook:
             buckets.arrived(self.index)
 
 
-def write(param: Tensor, rows_NS: Tensor, slot: Slot) -> None:
+def write(target: Tensor, rows_NS: Tensor, slot: Slot) -> None:
     """Writes a parameter's columns of ``rows`` into it, whatever its memory format."""
-    target = param.detach()
     if target.is_contiguous():
         unpack(rows_NS, target.view(-1), slot)
         return

@@ -1,16 +1,19 @@
 """Errors of the optimizers and the checks of their options.
 
 Options are checked here and nowhere else, so that each optimizer words the same mistake alike.
+Nothing here imports torch: configurations that are read before any worker exists are checked, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from planaria.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OptionError(ConfigError, ValueError):
@@ -60,27 +63,16 @@ def betas(value: tuple[float, float]) -> tuple[float, float]:
     )
 
 
-def steps(name: str, value: float, *, total: int | None) -> int:
+def steps(name: str, value: float, *, total: int) -> int:
     """A count of steps, or a share of ``total`` where the value is a fraction below 1."""
-    if value < 0 or (isinstance(value, float) and not math.isfinite(value)):
+    whole = value >= 1 and value == int(value) if math.isfinite(value) else False
+    if not (0 <= value < 1 or whole):
         raise OptionError(f"{name} is {value}; give a count of steps or a share of them in [0, 1)")
-    if isinstance(value, int) or not 0 < value < 1:
-        return int(value)
-    if total is None:
-        raise OptionError(
-            f"{name} is {value}, a share of the run, and total_steps is not given; "
-            "give total_steps=, or the count itself"
-        )
-    return round(value * total)
+    return round(value * total) if value < 1 else int(value)
 
 
 def shardable(index: int, param: torch.Tensor) -> None:
     """Refuses a parameter that cannot be cut into owners' parts."""
-    if type(param).__name__ == "DTensor":
-        raise OptionError(
-            f"parameter {index} is a DTensor; this optimizer keeps whole weights on every worker, "
-            "so give it a model that was not passed to fully_shard over this group"
-        )
     if not param.is_floating_point():
         raise OptionError(
             f"parameter {index} is of {param.dtype}; only real floating-point weights are trained"

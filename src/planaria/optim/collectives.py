@@ -6,7 +6,8 @@ whose inside is replaced. A group of one worker, or none at all, costs no commun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import torch
@@ -37,11 +38,14 @@ class Workers:
     """The workers that share one model: a group, this worker's rank in it and its size.
 
     ``group`` is a one-dimensional ``DeviceMesh``, a process group, or ``None`` for the default
-    group (and for a lone process where ``torch.distributed`` is not initialised).
+    group (and for a lone process where ``torch.distributed`` is not initialised). Where FSDP2 cut
+    the model inside a node, :meth:`seat` makes known the workers of that node, ``inner``.
     """
 
     def __init__(self, group: DeviceMesh | dist.ProcessGroup | None) -> None:
         self._mesh: DeviceMesh | None = None
+        self._grid: DeviceMesh | None = None
+        self.inner: Workers | None = None
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
         if isinstance(group, DeviceMesh):
@@ -68,10 +72,33 @@ class Workers:
             self._mesh = DeviceMesh.from_group(self.group, device_type)
         return self._mesh
 
+    def seat(self, mesh: DeviceMesh | None) -> None:
+        """Makes known over which mesh FSDP2 cut the parameters inside the node, if it did."""
+        self.inner = None if mesh is None else Workers(mesh)
+
+    def grid(self, device_type: str) -> DeviceMesh | None:
+        """The mesh (shard, replicate) where there is a node's axis, else :meth:`mesh`; collective."""
+        if self._grid is None:
+            between = self.mesh(device_type)
+            inner = self.inner and self.inner.mesh(device_type)
+            if between is None or inner is None:
+                return between
+            rows = self.table([float(rank) for rank in inner.mesh.flatten().tolist()])
+            self._grid = DeviceMesh.from_group(
+                [inner.get_group(), between.get_group()],
+                device_type,
+                mesh=rows.to(torch.int).T.contiguous(),
+                mesh_dim_names=("shard", "replicate"),
+            )
+        return self._grid
+
     def exchange(self, received_NS: Tensor, sent_NS: Tensor) -> Pending:
         """Row r of ``sent`` goes to worker r; row r of ``received`` comes from it."""
+        if not sent_NS.numel():
+            return Done()
         if self.size == 1:
-            received_NS.copy_(sent_NS)
+            if received_NS is not sent_NS:
+                received_NS.copy_(sent_NS)
             return Done()
         return _pending(
             dist.all_to_all_single(received_NS, sent_NS, group=self.group, async_op=True)
@@ -79,6 +106,8 @@ class Workers:
 
     def gather(self, rows_NS: Tensor, row_S: Tensor) -> Pending:
         """Row r of ``rows`` becomes the ``row`` of worker r."""
+        if not row_S.numel():
+            return Done()
         if self.size == 1:
             rows_NS.view(-1).copy_(row_S.view(-1))
             return Done()
@@ -101,9 +130,37 @@ class Workers:
         ``value`` is below 2**52, so that a float64 carries it exactly.
         """
         values = self.table([float(value)])[:, 0].tolist()
-        if len(set(values)) > 1:
-            listed = ", ".join(f"{int(v):x}" for v in values)
+        differ = len(set(values)) > 1
+        listed = ", ".join(f"{int(v):x}" for v in values)
+        if self.inner is not None:
+            # The whole node hears of it, or the others would wait for this worker.
+            found = self.inner.table([float(differ)])[:, 0].tolist()
+            if any(found) and not differ:
+                differ, listed = True, f"among those of shard {found.index(1.0)}"
+        if differ:
             raise checks.ReplicaError(f"{what} differs between workers ({listed}); {advice}")
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """An error inside it ends in an error on every worker: this one, or a StateError."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        failed = self.table([float(error is not None)])[:, 0].tolist()
+        named = f"worker {failed.index(1.0)}" if any(failed) else ""
+        if self.inner is not None:
+            node = self.inner.table([float(bool(named))])[:, 0].tolist()
+            if any(node):
+                named = named or f"a worker of shard {node.index(1.0)}"
+        if error is not None:
+            raise error
+        if named:
+            raise checks.StateError(
+                f"the state to be loaded does not fit on {named}, which says why; let every worker "
+                "load a state of the same model"
+            )
 
     def _device(self) -> torch.device:
         if self.group is not None and dist.get_backend(self.group) == "nccl":

@@ -6,6 +6,8 @@ weight moved since its last averaging, since that needs fewer digits than the we
 has to be agreed about what is sent, since the cycle is known beforehand. Replicas differ between
 averagings.
 
+A float32 weight is moved where it lies. Half-precision ones have masters with every worker.
+
 Shapes: N owners, S columns of a bucket, W columns of all buckets, V columns of the sparse ones, K
 columns of one part of the cycle.
 
@@ -21,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planaria.optim.adams import update
-from planaria.optim.buckets import Buckets, master_dtype, write
-from planaria.optim.collectives import checksum, mean_rows
+from planaria.optim.adams import update, update_all
+from planaria.optim.buckets import Buckets, master_dtype, take_over, write
+from planaria.optim.collectives import Pending, checksum, mean_rows
 from planaria.optim.frozen import adams_options
-from planaria.optim.layout import pack
+from planaria.optim.layout import Comb, Slot, pack, parts, pieces
 from planaria.optim.options import ScapeOptions
 
 
@@ -42,9 +44,9 @@ class Drift:
         self.workers = buckets.workers
         like = buckets.sent[0]
         everything = layout.world * layout.width
-        self.w = torch.zeros(everything, dtype=like.dtype, device=like.device)
-        self.m = torch.zeros_like(self.w)
+        self.m = torch.zeros(everything, dtype=like.dtype, device=like.device)
         self.half = any(master_dtype(b.dtype) != b.dtype for b in layout.buckets)
+        self.master = torch.zeros_like(self.m) if self.half else None
         wide = layout.sparse_width if options.sparse else 0
         self.anchor = torch.zeros(layout.world * wide, dtype=like.dtype, device=like.device)
         self.velocity = torch.zeros(wide, dtype=like.dtype, device=like.device)
@@ -63,130 +65,214 @@ class Drift:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be restored, live."""
         named = {"moment": self.m, "anchor": self.anchor, "velocity": self.velocity}
-        return {**named, "master": self.w} if self.half else named
+        return named if self.master is None else {**named, "master": self.master}
 
     def loaded(self) -> None:
-        """Called when the tensors have been written."""
-        if not self.half:
-            self.pull()
+        """Called when the tensors have been written: nothing is derived from them."""
 
-    def settle(self) -> None:
+    def abandon(self) -> None:
         """Nothing is ever under way between two steps."""
 
-    def digest(self) -> int:
+    def prepare(self) -> None:
+        """Nothing has to be known before a step."""
+
+    def digest(self, *, sparse: bool) -> int:
         """A number that is equal on workers which agree on what has to be equal."""
-        dense = self.layout.buckets[self.layout.sparse :]
-        return checksum([self.buckets.params[s.index] for bucket in dense for s in bucket.slots])
+        buckets = self.layout.buckets[self.layout.sparse if sparse else 0 :]
+        return checksum([self.buckets.weight(s.index) for bucket in buckets for s in bucket.slots])
 
     def pull(self) -> None:
         """Takes over weights that were changed outside of the optimizer."""
-        for bucket, rows in zip(self.layout.buckets, self.whole(self.w), strict=True):
-            for slot in bucket.slots:
-                flat = self.buckets.params[slot.index].detach().reshape(-1)
-                if rows.dtype == bucket.dtype:
-                    pack(flat, rows, slot)
-                    continue
-                block = rows[:, slot.offset : slot.offset + slot.length]
-                now = torch.zeros_like(block, dtype=bucket.dtype)
-                pack(flat, now, type(slot)(slot.index, slot.shape, slot.rows, slot.length, 0))
-                block.copy_(torch.where(block.to(bucket.dtype) != now, now.to(block.dtype), block))
+        if self.master is not None:
+            for b, rows in enumerate(self.whole(self.master)):
+                self._pull(b, rows)
 
-    def _push(self) -> None:
-        for bucket, rows in zip(self.layout.buckets, self.whole(self.w), strict=True):
-            for slot in bucket.slots:
-                write(self.buckets.params[slot.index], rows, slot)
+    def _pull(self, b: int, rows: Tensor) -> None:
+        for slot in self.layout.buckets[b].slots:
+            flat = self.buckets.weight(slot.index).reshape(-1)
+            for held, master in pieces(flat, rows, slot):
+                take_over(master, held)
 
     def _set_anchor(self) -> None:
-        self.anchor.copy_(self.w[: self.anchor.numel()])
+        if self.master is not None:
+            self.anchor.copy_(self.master[: self.anchor.numel()])
+            return
+        for bucket, rows in zip(self.layout.buckets, self.whole(self.anchor), strict=False):
+            for slot in bucket.slots:
+                pack(self.buckets.weight(slot.index).view(-1), rows, slot)
 
     def dense_step(
         self, step: int, grads: Sequence[Tensor], factor: float | None, *, before_sparse: bool
     ) -> None:
         """One step of dense AdamS, done by every worker for all weights from the mean gradients."""
         del step, factor, before_sparse
-        self.pull()
-        self._all_gradients(range(len(self.layout.buckets)), grads)
-        self._local_step()
-        self._push()
+        every = range(len(self.layout.buckets))
+        for work in self._gather(every, grads):
+            work.wait()
+        self._move(own=(), mean=every, factor=None)
 
-    def _all_gradients(self, which: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Gathers the mean gradients of these buckets into ``buckets.sent``."""
-        works = [
+    def _gather(self, which: Sequence[int], grads: Sequence[Tensor]) -> list[Pending]:
+        """Begins to gather the mean gradients of these buckets into ``buckets.sent``."""
+        return [
             self.workers.gather(self.buckets.sent[b], grad)
             for b, grad in zip(which, grads, strict=True)
         ]
-        for work in works:
-            work.wait()
 
-    def _local_step(self) -> None:
-        w, m = self.whole(self.w), self.whole(self.m)
-        for b, bucket in enumerate(self.layout.buckets):
+    def _move(self, *, own: Sequence[int], mean: Sequence[int], factor: float | None) -> None:
+        """AdamS on the weights of some buckets by the worker's own gradients, clipped by ``factor``,
+        and of others by the mean ones in ``buckets.sent``.
+        """
+        if self.master is not None:
+            self._move_masters(own, mean, factor)
+            return
+        moments = self.whole(self.m)
+        for b in (*own, *mean):
+            bucket, rows = self.layout.buckets[b], moments[b]
+            ws: list[Tensor] = []
+            gs: list[Tensor] = []
+            ms: list[Tensor] = []
+            for slot in bucket.slots:
+                pairs = parts(self.buckets.weight(slot.index).view(-1), rows, slot)
+                ws += [w for w, _ in pairs]
+                ms += [m for _, m in pairs]
+                gs += self._parts_of_gradient(slot, None if b in own else self.buckets.sent[b])
+            scale = factor if b in own else None
+            update_all(ws, gs, ms, scale=scale, **adams_options(self.groups[bucket.group]))
+
+    def _parts_of_gradient(self, slot: Slot, mean_NS: Tensor | None) -> list[Tensor]:
+        """A parameter's gradient, cut as its owners' parts."""
+        if mean_NS is not None:
+            spans = [slot.part(owner) for owner in range(self.layout.world)]
+            return [
+                mean_NS[owner, slot.offset : slot.offset + end - begin]
+                for owner, (begin, end) in enumerate(spans)
+                if end > begin
+            ]
+        grad = self.buckets.grad(slot.index)
+        if grad is None:
+            grad = self.m.new_zeros(slot.numel)
+        return list(grad.split(slot.length)) if slot.length else []
+
+    def _move_masters(self, own: Sequence[int], mean: Sequence[int], factor: float | None) -> None:
+        assert self.master is not None
+        masters, moments = self.whole(self.master), self.whole(self.m)
+        for b in (*own, *mean):
+            bucket = self.layout.buckets[b]
+            self._pull(b, masters[b])
+            if b in own:
+                self.buckets.fill(b)
+                if factor is not None:
+                    self.buckets.sent[b].mul_(factor)
             group = self.groups[bucket.group]
-            update(w[b], self.buckets.sent[b], m[b], **adams_options(group))
+            update(masters[b], self.buckets.sent[b], moments[b], **adams_options(group))
+            for slot in bucket.slots:
+                write(self.buckets.weight(slot.index), masters[b], slot)
 
-    def sparse_step(self, step: int) -> None:
-        """One step by the worker's own clipped gradients in ``buckets.sent``, then an averaging."""
+    def sparse_step(self, step: int, factor: float | None) -> None:
+        """One step by the worker's own gradients, clipped by ``factor``, then an averaging.
+
+        All workers' gradients of the dense buckets lie in ``buckets.received``, not yet clipped.
+        """
         layout = self.layout
-        self.pull()
         if step == self.options.dense_steps:
             # Only now, so that a model may be loaded after the optimizer was built.
+            self.pull()
             self._set_anchor()
         dense = range(layout.sparse, len(layout.buckets))
-        works = [
-            self.workers.exchange(self.buckets.received[b], self.buckets.sent[b]) for b in dense
-        ]
+        works = self._gather(dense, [self.buckets.mean(b, factor) for b in dense])
+        self._move(own=range(layout.sparse), mean=(), factor=factor)
         for work in works:
             work.wait()
-        self._all_gradients(dense, [self.buckets.mean(b) for b in dense])
-        self._local_step()
+        self._move(own=(), mean=dense, factor=None)
         self._average((step - self.options.dense_steps) % self.options.period)
-        self._push()
 
-    def parts(self, phase: int) -> list[slice]:
+    def parts(self, phase: int) -> list[Comb]:
         """The columns of each sparse bucket that are averaged in a phase of the cycle."""
-        period = self.options.period
-        chosen: list[slice] = []
+        period, run = self.options.period, self.options.run
+        chosen: list[Comb] = []
         for bucket in self.layout.buckets[: self.layout.sparse]:
             if self.options.cycle == "scattered":
-                chosen.append(slice(phase, bucket.width, period))
+                chosen.append(Comb(phase * run, bucket.width, run, period * run))
             else:
                 low, high = (bucket.width * p // period for p in (phase, phase + 1))
-                chosen.append(slice(low, high))
+                chosen.append(Comb(low, high, max(1, high - low), bucket.width))
         return chosen
+
+    def _weights(self, b: int, part: Comb) -> Tensor:
+        """This worker's weights of some columns of a bucket [N, K]; a copy, padding is zero."""
+        if self.master is not None:
+            return part.take(self.whole(self.master)[b])
+        width = self.layout.buckets[b].width
+        found = self.m.new_zeros(self.layout.world, part.count(0, width))
+        for held, place in self._places(b, part, found):
+            place.copy_(held)
+        return found
+
+    def _set_weights(self, b: int, part: Comb, values_NK: Tensor) -> None:
+        if self.master is not None:
+            master = self.whole(self.master)[b]
+            part.put(master, values_NK)
+            for slot in self.layout.buckets[b].slots:
+                write(self.buckets.weight(slot.index), master, slot)
+            return
+        for held, place in self._places(b, part, values_NK):
+            held.copy_(place)
+
+    def _places(self, b: int, part: Comb, rows_NK: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views: of the parameters, and of the same weights in ``rows``."""
+        found: list[tuple[Tensor, Tensor]] = []
+        at = 0
+        for slot in self.layout.buckets[b].slots:
+            packed = rows_NK[:, at:]
+            flat = self.buckets.weight(slot.index).view(-1)
+            full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+            if full:
+                rows = flat[: full * slot.length].view(full, slot.length)
+                found += part.pairs(rows, packed[:full], slot.offset)
+            if rest:
+                found += part.pairs(flat[full * slot.length :], packed[full], slot.offset)
+            at += part.count(slot.offset, slot.offset + slot.length)
+        return found
 
     def _average(self, phase: int) -> None:
         """Averages movements since the last averaging, and moments, of a part of the cycle."""
-        sparse, parts = self.layout.sparse, self.parts(phase)
-        w, m = self.whole(self.w)[:sparse], self.whole(self.m)[:sparse]
-        anchor = [rows for rows in self.whole(self.anchor) if rows.numel()]
-        moved = [(a - x)[:, part] for a, x, part in zip(anchor, w, parts, strict=True)]
-        held = [rows[:, part] for rows, part in zip(m, parts, strict=True)]
-        sent = [*moved, *held] if self.options.average_moments else moved
+        if not self.anchor.numel():
+            return
+        chosen = self.parts(phase)
+        anchors = [c.take(rows) for c, rows in zip(chosen, self.whole(self.anchor), strict=False)]
+        moved = [anchor - self._weights(b, chosen[b]) for b, anchor in enumerate(anchors)]
+        sent = list(moved)
+        if self.options.average_moments:
+            sent += [c.take(rows) for c, rows in zip(chosen, self.whole(self.m), strict=False)]
         values_NK = torch.cat(sent, dim=1).to(self.wire)
         received_NK = torch.empty_like(values_NK)
         self.workers.exchange(received_NK, values_NK).wait()
-        mean_K = mean_rows(received_NK.to(self.w.dtype))
+        mean_K = mean_rows(received_NK.to(self.m.dtype))
         count = sum(rows.shape[1] for rows in moved)
-        mean_K[:count] = self._outer(mean_K[:count], parts)
+        mean_K[:count] = self._outer(mean_K[:count], chosen)
         self.workers.gather(values_NK, mean_K.to(self.wire)).wait()
-        pieces = values_NK.to(self.w.dtype).split([rows.shape[1] for rows in sent], dim=1)
-        for a, x, part, piece in zip(anchor, w, parts, pieces, strict=False):
+        found = values_NK.to(self.m.dtype).split([rows.shape[1] for rows in sent], dim=1)
+        moments = self.whole(self.m)
+        for b, anchor in enumerate(anchors):
             # Every worker subtracts the same rounded step from the same anchor.
-            a[:, part] -= piece
-            x[:, part] = a[:, part]
-        for rows, part, piece in zip(m, parts, pieces[len(moved) :], strict=False):
-            rows[:, part] = piece
+            anchor.sub_(found[b])
+            chosen[b].put(self.whole(self.anchor)[b], anchor)
+            self._set_weights(b, chosen[b], anchor)
+            if self.options.average_moments:
+                chosen[b].put(moments[b], found[len(moved) + b])
 
-    def _outer(self, delta_K: Tensor, parts: Sequence[slice]) -> Tensor:
+    def _outer(self, delta_K: Tensor, chosen: Sequence[Comb]) -> Tensor:
         """The owner's Nesterov step; returns what every worker subtracts from its anchor."""
         rate, momentum = self.options.outer_rate, self.options.outer_momentum
         steps: list[Tensor] = []
         begin = 0
-        for bucket, part in zip(self.layout.buckets, parts, strict=False):
-            velocity = self.velocity[bucket.begin : bucket.end][part]
+        for bucket, part in zip(self.layout.buckets, chosen, strict=False):
+            held = self.velocity[bucket.begin : bucket.end]
+            velocity = part.take(held)
             delta = delta_K[begin : begin + velocity.numel()]
             begin += velocity.numel()
             velocity.mul_(momentum).add_(delta)
+            part.put(held, velocity)
             steps.append(torch.add(delta, velocity, alpha=momentum) * rate)
         return torch.cat(steps)
 
@@ -197,14 +283,18 @@ class Drift:
         """
         self.pull()
         found: list[Tensor] = []
-        for bucket, rows in zip(self.layout.buckets, self.whole(self.w), strict=True):
-            received = torch.empty_like(rows)
+        for b, bucket in enumerate(self.layout.buckets):
+            if self.master is not None:
+                rows = self.whole(self.master)[b]
+            else:
+                rows = self.m.new_zeros(self.layout.world, bucket.width)
+                for slot in bucket.slots:
+                    pack(self.buckets.weight(slot.index).view(-1), rows, slot)
+            received, whole = torch.empty_like(rows), torch.empty_like(rows)
             self.workers.exchange(received, rows).wait()
-            whole = torch.empty_like(rows)
             self.workers.gather(whole, mean_rows(received)).wait()
             for slot in bucket.slots:
-                like = self.buckets.params[slot.index].detach()
-                mean = torch.empty_like(like)
+                mean = torch.empty_like(self.buckets.weight(slot.index))
                 write(mean, whole, slot)
                 found.append(mean)
         return found

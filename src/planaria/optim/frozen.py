@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from planaria.optim import masks
-from planaria.optim.adams import second_moment, update
-from planaria.optim.buckets import Buckets, master_dtype
-from planaria.optim.collectives import Pending, checksum, mean_rows
-from planaria.optim.layout import Layout
+from planaria.optim.adams import second_moment, update, update_all
+from planaria.optim.buckets import Buckets, master_dtype, take_over
+from planaria.optim.collectives import checksum, mean_rows
+from planaria.optim.layout import Layout, pieces
+from planaria.optim.masks import Coming, Mask, Score
 from planaria.optim.options import ScapeOptions
 
 
@@ -49,8 +50,17 @@ def segments(layout: Layout, options: ScapeOptions) -> list[tuple[int, int, int]
     ]
 
 
+# Chosen weights that are moved at a time, so that what is made on the way stays inside the cache.
+BLOCK = 1 << 16
+
+
 class Frozen:
-    """State and steps of the families "frozen" and "moved"."""
+    """State and steps of the families "frozen" and "moved".
+
+    ``chosen`` is this owner's choice, made at the end of a step for the next one. The mask, which
+    is every owner's choice, is gathered from it and is no state: who restores ``chosen`` has it
+    gathered once more.
+    """
 
     replicas_equal = True
 
@@ -62,24 +72,23 @@ class Frozen:
         self.workers = buckets.workers
         like = buckets.sent[0]
         owners, width = layout.world, layout.width
-        self.w = torch.zeros(width, dtype=like.dtype, device=like.device)
-        self.m = torch.zeros_like(self.w)
+        self.m = torch.zeros(width, dtype=like.dtype, device=like.device)
         self.half = any(master_dtype(b.dtype) != b.dtype for b in layout.buckets)
+        self.master = torch.zeros_like(self.m) if self.half else None
         self.segments = segments(layout, options) if options.sparse else []
         self.count = sum(count for _, _, count in self.segments)
-        self.sparse_wide = layout.sparse_width if options.sparse else 0
-        self.a = torch.zeros(owners * self.sparse_wide, dtype=like.dtype, device=like.device)
-        self.tau = torch.zeros(self.sparse_wide, dtype=torch.int32, device=like.device)
-        self.mask = torch.zeros(owners, self.count, dtype=torch.int64, device=like.device)
+        self.wide = layout.sparse_width if options.sparse else 0
+        self.a_NV = torch.zeros(owners, self.wide, dtype=like.dtype, device=like.device)
+        # A step's number, exact below 2^24 also in float32, which the scores are made in.
+        self.since = torch.zeros(self.wide, dtype=like.dtype, device=like.device)
+        self.chosen = torch.zeros(self.count, dtype=torch.int32, device=like.device)
         self.code = (
             masks.code_name(options.density) if options.mask_code == "auto" else options.mask_code
         )
-        size = masks.code_bytes(self.sparse_wide, self.count, self.code) if self.count else 0
-        self._codes = torch.zeros(owners, size, dtype=torch.uint8, device=like.device)
-        self._coming: Pending | None = None
-        self._addresses: Tensor | None = None
+        self._mask: Mask | None = None
+        self._coming: Coming | None = None
         if self.count:
-            self.mask.copy_(self._cycle(0).expand(owners, -1))
+            self.chosen.copy_(self._cycle(0))
         self.pull()
 
     # The flat state as one view for each bucket.
@@ -87,35 +96,36 @@ class Frozen:
         """Views [S] of an owner's flat state."""
         return [flat_W[b.begin : b.end] for b in self.layout.buckets if b.end <= flat_W.numel()]
 
-    def whole(self, flat_NV: Tensor) -> list[Tensor]:
-        """Views [N, S] of a worker's flat state of all owners' sparse columns."""
-        owners = self.layout.world
-        return [
-            flat_NV[owners * b.begin : owners * b.end].view(owners, b.width)
-            for b in self.layout.buckets[: self.layout.sparse]
-            if flat_NV.numel()
-        ]
+    def whole(self, rows_NV: Tensor) -> list[Tensor]:
+        """Views [N, S] of a worker's state of all owners' sparse columns."""
+        sparse = self.layout.buckets[: self.layout.sparse]
+        return [rows_NV[:, b.begin : b.end] for b in sparse if rows_NV.numel()]
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be restored, live."""
-        self.settle()
-        named = {"moment": self.m, "first": self.a, "skipped": self.tau, "mask": self.mask}
-        return {**named, "master": self.w} if self.half else named
+        named = {"moment": self.m, "first": self.a_NV, "since": self.since, "chosen": self.chosen}
+        return named if self.master is None else {**named, "master": self.master}
 
     def loaded(self) -> None:
         """Called when the tensors have been written: what was derived from them is dropped."""
-        self._coming = self._addresses = None
-        if not self.half:
-            self.pull()
+        if self._coming is not None:
+            self._coming.work.wait()
+        self.abandon()
 
-    def digest(self) -> int:
-        """A number that is equal on workers which agree on mask and weights."""
-        self.settle()
-        return checksum([self.mask, *(self.buckets.params[i] for i in self.layout.place)])
+    def abandon(self) -> None:
+        """Forgets the mask, also one under way, without waiting; the next step gathers it again."""
+        self._coming = self._mask = None
+
+    def digest(self, *, sparse: bool) -> int:
+        """A number that is equal on workers which agree on weights and, if ``sparse``, on mask."""
+        weights = [self.buckets.weight(index) for index in self.layout.place]
+        return checksum([self.mask().columns, *weights] if sparse else weights)
 
     def pull(self) -> None:
         """Takes over weights that were changed outside of the optimizer."""
-        self.buckets.refresh(self.own(self.w))
+        if self.master is not None:
+            for b, master in enumerate(self.own(self.master)):
+                self.buckets.refresh(b, master)
 
     def dense_step(
         self, step: int, grads: Sequence[Tensor], factor: float | None, *, before_sparse: bool
@@ -124,156 +134,216 @@ class Frozen:
 
         ``factor`` clips the workers' own gradients, as it already clipped the mean.
         """
-        self.pull()
-        row = self._own_row(self.buckets.sent)
+        row = self._own_gradients(factor) if self._by_gradient and before_sparse else None
         if self.options.buffer == "momentum":
-            for b, a_b in enumerate(self.whole(self.a)):
-                sent = self.buckets.sent[b]
-                a_b.lerp_(sent if factor is None else sent * factor, 1 - self._betas(b)[0])
-        self._adams(range(len(self.layout.buckets)), grads)
-        self.buckets.publish(self.own(self.w))
-        self.tau.zero_()
+            self._take_in(factor)
+        every = range(len(self.layout.buckets))
+        self._adams(every, grads)
+        self._publish(every)
+        self.since.fill_(step + 1)
         if before_sparse:
             self._choose(step + 1, row)
 
-    def sparse_step(self, step: int) -> None:
-        """One sparse step; the workers' clipped gradients lie in ``buckets.sent``."""
-        self.pull()
-        layout, sent = self.layout, self.buckets.sent
-        dense = range(layout.sparse, len(layout.buckets))
-        works = [self.workers.exchange(self.buckets.received[b], sent[b]) for b in dense]
-        moved = self._moved() if self.options.unsent == "moved" else None
-        for b, a_b in enumerate(self.whole(self.a)):
-            if self.options.buffer == "momentum":
-                a_b.lerp_(sent[b], 1 - self._betas(b)[0])
-            else:
-                a_b.add_(sent[b])
-        row = self._own_row(sent)
-        self.settle()
-        self._send_and_move(moved)
-        for work in works:
-            work.wait()
-        self._adams(dense, [self.buckets.mean(b) for b in dense])
-        self._return_weights(dense)
-        if (step + 1) % self.options.refresh == 0:
-            self._choose(step + 1, row)
+    def prepare(self) -> None:
+        """Begins to gather the mask where that was not begun at the end of the step before.
 
-    def _send_and_move(self, moved_V: Tensor | None) -> None:
-        addresses_NK = self._addresses_of(self.mask)
-        values_NK = self.a[addresses_NK]
-        received_NK = torch.empty_like(values_NK)
+        All workers are alike in this: after a load, and where the group under it was made anew.
+        """
+        if self.count and not self._holds(self._mask) and not self._holds(self._coming):
+            self._call_mask()
+
+    def sparse_step(self, step: int, factor: float | None) -> None:
+        """One sparse step from this worker's gradients, clipped by ``factor``.
+
+        All workers' gradients of the dense buckets lie in ``buckets.received``, not yet clipped.
+        """
+        dense = range(self.layout.sparse, len(self.layout.buckets))
+        if self.options.unsent == "moved" or self._by_gradient:
+            row = self._own_gradients(factor)
+        else:
+            row = None
+        moved = self._moved(row) if self.options.unsent == "moved" and row is not None else None
+        self._take_in(factor)
+        new_K = self._send_and_move(step) if self.count else None
+        self._adams(dense, [self.buckets.mean(b, factor) for b in dense])
+        self._return_weights(dense, new_K, moved)
+        if self.count and (step + 1) % self.options.refresh == 0:
+            self._choose(step + 1, row if self._by_gradient else None)
+
+    @property
+    def _by_gradient(self) -> bool:
+        return self.options.statistic == "gradient" and self.count > 0
+
+    def _take_in(self, factor: float | None) -> None:
+        """Takes this worker's gradients into its first moments, or sums them up."""
+        for b, rows in enumerate(self.whole(self.a_NV)):
+            weight = 1 - self._betas(b)[0]
+            for slot in self.layout.buckets[b].slots:
+                grad = self.buckets.grad(slot.index)
+                if grad is None:
+                    grad = rows.new_zeros(()).expand(slot.numel)
+                elif factor is not None:
+                    grad = grad.to(rows.dtype) * factor
+                else:
+                    grad = grad.to(rows.dtype)
+                for part, a in pieces(grad, rows, slot):
+                    if self.options.buffer == "momentum":
+                        a.lerp_(part, weight)
+                    else:
+                        a.add_(part)
+
+    def _own_gradients(self, factor: float | None) -> Tensor:
+        """This worker's gradients of its own sparse columns [V]."""
+        row = self.a_NV.new_zeros(self.wide)
+        for bucket in self.layout.buckets[: self.layout.sparse]:
+            for slot in bucket.slots:
+                grad = self.buckets.grad(slot.index)
+                if grad is not None:
+                    begin, end = slot.part(self.workers.rank)
+                    at = bucket.begin + slot.offset
+                    row[at : at + end - begin] = grad[begin:end]
+        return row if factor is None else row.mul_(factor)
+
+    def _send_and_move(self, step: int) -> Tensor:
+        """Exchanges the chosen first moments; returns the new weights of this owner's columns [K]."""
+        mask = self.mask()
+        addresses = mask.addresses(self.wide)
+        flat = self.a_NV.view(-1)
+        values_NK = flat.index_select(0, addresses).view(mask.columns.shape)
+        received_NK = values_NK if self.workers.size == 1 else torch.empty_like(values_NK)
         self.workers.exchange(received_NK, values_NK).wait()
         z_K = mean_rows(received_NK)
         if self.options.after_send == "clear" or self.options.buffer == "feedback":
-            self.a[addresses_NK.view(-1)] = 0.0
-        own_K = self.mask[self.workers.rank]
+            flat.index_fill_(0, addresses, 0.0)
+        own_K = mask.columns[self.workers.rank]
         if self.options.decay == "all" and self.options.unsent == "frozen":
             self._decay_everywhere()
-        new_K = self._move(own_K, z_K)
-        if moved_V is not None:
-            self.w[: moved_V.numel()].copy_(moved_V)
-        self.w[own_K] = new_K
-        self.tau.add_(1)
-        self.tau[own_K] = 0
+        new_K = self._weights_at(mask)
+        self._move(own_K, new_K, z_K, step)
+        if self.master is not None:
+            self.master[own_K] = new_K
+        self.since.index_fill_(0, own_K, step + 1)
+        return new_K
 
-    def _move(self, own_K: Tensor, z_K: Tensor) -> Tensor:
-        """New weights of the chosen columns of this owner; also writes their moments."""
-        moved: list[Tensor] = []
-        bounds = torch.tensor([b.end for b in self.layout.buckets[: self.layout.sparse]])
-        ends = torch.searchsorted(own_K, bounds.to(own_K.device)).tolist()
-        begin = 0
-        for b, end in enumerate(ends):
-            columns, z = own_K[begin:end], z_K[begin:end]
+    def _weights_at(self, mask: Mask) -> Tensor:
+        """This owner's chosen weights [K]; masters where there are some."""
+        own_K = mask.columns[self.workers.rank]
+        held_K = self.m.new_zeros(own_K.numel())
+        for place in mask.places(self.workers.rank, self.layout):
+            weight = self.buckets.weight(place.slot.index).view(-1)
+            held_K[place.low : place.high] = weight.index_select(0, place.elements)
+        if self.master is None:
+            return held_K
+        found_K = self.master[own_K]
+        for b, begin, end in self._bounds(own_K):
+            dtype = self.layout.buckets[b].dtype
+            take_over(found_K[begin:end], held_K[begin:end].to(dtype))
+        return found_K
+
+    def _bounds(self, own_K: Tensor) -> list[tuple[int, int, int]]:
+        """Each sparse bucket with the first and last-plus-one of the columns that lie in it."""
+        ends = torch.tensor([b.end for b in self.layout.buckets[: self.layout.sparse]])
+        found = torch.searchsorted(own_K, ends.to(own_K.device)).tolist()
+        edges = zip([0, *found[:-1]], found, strict=True)
+        return [(b, begin, end) for b, (begin, end) in enumerate(edges)]
+
+    def _move(self, own_K: Tensor, w_K: Tensor, z_K: Tensor, step: int) -> None:
+        """Moves the chosen weights ``w`` of this owner in place, and their moments."""
+        tau_K = torch.rsub(self.since.index_select(0, own_K), step)
+        oldest = int(tau_K.max())
+        for b, first, last in self._bounds(own_K):
             group = self.groups[self.layout.buckets[b].group]
-            w, m = move(self.w[columns], self.m[columns], z, self.tau[columns], group, self.options)
-            self.m[columns] = m
-            moved.append(w)
-            begin = end
-        return torch.cat(moved)
+            for begin in range(first, last, BLOCK):
+                part = slice(begin, min(begin + BLOCK, last))
+                columns, tau = own_K[part], tau_K[part]
+                m = faded(self.m, columns, tau, group["betas"][0], oldest)
+                move(w_K[part], m, z_K[part], tau, group, self.options)
+                self.m.index_copy_(0, columns, m)
 
-    def _moved(self) -> Tensor:
+    def _moved(self, grads_V: Tensor) -> Tensor:
         """This owner's sparse weights after a step by its own moment and its own gradient."""
-        moved = self.w[: self.sparse_wide].clone()
-        first = torch.cat([a_b[self.workers.rank] for a_b in self.whole(self.a)])
-        rank = self.workers.rank
+        self.pull()
+        rows = [self.buckets.row(b).to(self.m.dtype) for b in range(self.layout.sparse)]
+        moved = torch.cat(rows) if self.master is None else self.master[: self.wide].clone()
+        first = self.a_NV[self.workers.rank].clone()
         for b, (w_b, m_b) in enumerate(zip(self.own(moved), self.own(first), strict=True)):
-            update(w_b, self.buckets.sent[b][rank], m_b, **self._adams_options(b))
+            bucket = self.layout.buckets[b]
+            update(w_b, grads_V[bucket.begin : bucket.end], m_b, **self._adams_options(b))
         return moved
 
     def _decay_everywhere(self) -> None:
         for b, bucket in enumerate(self.layout.buckets[: self.layout.sparse]):
             group = self._adams_options(b)
             factor = 1 - float(group["lr"]) * group["weight_decay"]
-            self.w[bucket.begin : bucket.end].mul_(factor)
             for slot in bucket.slots:
-                self.buckets.params[slot.index].detach().mul_(factor)
+                self.buckets.weight(slot.index).mul_(factor)
 
     def _adams(self, which: Sequence[int], grads: Sequence[Tensor]) -> None:
-        w, m = self.own(self.w), self.own(self.m)
+        """Dense AdamS on this owner's part of some buckets."""
+        moments = self.own(self.m)
+        masters = None if self.master is None else self.own(self.master)
         for b, grad in zip(which, grads, strict=True):
-            update(w[b], grad, m[b], **self._adams_options(b))
+            if masters is not None:
+                self.buckets.refresh(b, masters[b])
+                update(masters[b], grad, moments[b], **self._adams_options(b))
+                continue
+            slots = self.layout.buckets[b].slots
+            owns = [self.buckets.own(slot) for slot in slots]
+            spans = [
+                slice(slot.offset, slot.offset + own.numel())
+                for slot, own in zip(slots, owns, strict=True)
+            ]
+            update_all(
+                owns,
+                [grad[span] for span in spans],
+                [moments[b][span] for span in spans],
+                **self._adams_options(b),
+            )
 
-    def _return_weights(self, dense: Sequence[int]) -> None:
+    def _publish(self, which: Sequence[int]) -> None:
+        """Gathers the new weights of some buckets."""
+        if self.master is not None:
+            masters = self.own(self.master)
+            self.buckets.publish({b: masters[b] for b in which})
+        elif self.workers.size > 1:
+            self.buckets.publish({b: self.buckets.row(b) for b in which})
+
+    def _return_weights(
+        self, dense: Sequence[int], new_K: Tensor | None, moved_V: Tensor | None
+    ) -> None:
         layout = self.layout
-        rows = self.own(self.w)
-        if self.options.unsent == "moved":
-            self.buckets.publish(rows)
+        if new_K is None or self._mask is None:
+            self._publish(dense)
+            return
+        own_K = self._mask.columns[self.workers.rank]
+        if moved_V is not None:
+            moved_V[own_K] = new_K
+            if self.master is not None:
+                self.master[: self.wide] = moved_V
+            self.buckets.publish(dict(enumerate(self.own(moved_V)[: layout.sparse])))
+            self._publish(dense)
             return
         dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
-        wire = dtypes.pop() if len(dtypes) == 1 else self.w.dtype
-        new_K = self.w[self.mask[self.workers.rank]].to(wire)
-        all_NK = new_K.new_empty(layout.world, self.count)
-        work = self.workers.gather(all_NK, new_K)
-        self.buckets.publish(rows, only=dense)
+        wire = dtypes.pop() if len(dtypes) == 1 else self.m.dtype
+        sent_K = new_K.to(wire)
+        all_NK = sent_K.new_empty(layout.world, self.count)
+        work = self.workers.gather(all_NK, sent_K)
+        self._publish(dense)
         work.wait()
-        self._scatter(all_NK)
+        for owner in range(layout.world):
+            for place in self._mask.places(owner, layout):
+                target = self.buckets.weight(place.slot.index).view(-1)
+                values = all_NK[owner, place.low : place.high].to(target.dtype)
+                target.index_copy_(0, place.elements, values)
 
-    def _scatter(self, values_NK: Tensor) -> None:
-        """Writes the chosen weights of all owners into the parameters."""
-        slots = [
-            (bucket.begin + slot.offset, slot)
-            for bucket in self.layout.buckets[: self.layout.sparse]
-            for slot in bucket.slots
-        ]
-        for owner in range(self.layout.world):
-            edges: list[int] = []
-            for begin, slot in slots:
-                first, last = slot.part(owner)
-                edges += [begin, begin + last - first]
-            columns = self.mask[owner]
-            places = torch.searchsorted(columns, torch.tensor(edges, device=columns.device))
-            bounds = places.tolist()
-            for (begin, slot), low, high in zip(slots, bounds[0::2], bounds[1::2], strict=True):
-                if high > low:
-                    target = self.buckets.params[slot.index].detach().view(-1)
-                    places_K = columns[low:high] + (slot.part(owner)[0] - begin)
-                    target.index_copy_(0, places_K, values_NK[owner, low:high].to(target.dtype))
-
-    def _addresses_of(self, mask_NK: Tensor) -> Tensor:
-        """Places of the columns in a flat state of all owners."""
-        if self._addresses is None:
-            buckets = self.layout.buckets[: self.layout.sparse]
-            begins = torch.tensor([b.begin for b in buckets], device=mask_NK.device)
-            widths = torch.tensor([b.width for b in buckets], device=mask_NK.device)
-            which = torch.searchsorted(begins, mask_NK, right=True) - 1
-            owner = torch.arange(self.layout.world, device=mask_NK.device).unsqueeze(1)
-            first = (self.layout.world - 1) * begins[which] + owner * widths[which]
-            self._addresses = first + mask_NK
-        return self._addresses
-
-    def _own_row(self, sent: Sequence[Tensor]) -> Tensor | None:
-        if self.options.statistic != "gradient" or not self.count:
-            return None
-        rows = [sent[b][self.workers.rank] for b in range(self.layout.sparse)]
-        return torch.cat(rows).abs()
-
-    def _score(self, grad_V: Tensor | None) -> Tensor:
-        if grad_V is not None:
-            return grad_V
-        score = torch.cat([a_b[self.workers.rank] for a_b in self.whole(self.a)]).abs_()
-        if self.options.statistic == "aged":
-            score.mul_((self.tau + 1).to(score.dtype).sqrt())
-        return score
+    def _score(self, step: int, row_V: Tensor | None) -> Score:
+        """What the mask of a step takes the largest of."""
+        if row_V is not None:
+            return Score(row_V)
+        own_V = self.a_NV[self.workers.rank]
+        return (
+            Score(own_V, self.since, step + 1) if self.options.statistic == "aged" else Score(own_V)
+        )
 
     def _cycle(self, step: int) -> Tensor:
         return torch.cat(
@@ -281,43 +351,58 @@ class Frozen:
                 begin + masks.every(end - begin, count, phase=step)
                 for begin, end, count in self.segments
             ]
-        ).to(self.w.device)
+        ).to(self.m.device)
 
-    def _choose(self, step: int, grad_V: Tensor | None) -> None:
-        """Makes this owner's next mask and starts sending it; it is needed at the next step."""
+    def _choose(self, step: int, row_V: Tensor | None) -> None:
+        """Makes this owner's choice for a step and begins to gather all of them."""
+        if not self.count:
+            return
         if self.options.statistic == "cycle":
-            self.mask.copy_(self._cycle(step).expand(self.layout.world, -1))
-            self._addresses = None
-            return
-        score = self._score(grad_V)
-        chosen = torch.cat(
-            [begin + masks.largest(score[begin:end], count) for begin, end, count in self.segments]
-        )
-        if self.workers.size == 1:
-            self.mask.copy_(chosen)
-            self._addresses = None
-            return
-        code = masks.encode(chosen, width=self.sparse_wide, code=self.code)
-        self._coming = self.workers.gather(self._codes, code)
+            self.chosen.copy_(self._cycle(step))
+        else:
+            score = self._score(step, row_V)
+            found = [
+                masks.largest_by(score, begin, end, count) for begin, end, count in self.segments
+            ]
+            self.chosen.copy_(torch.cat(found))
+        self._mask = self._coming = None
+        self._call_mask()
 
     def choose_again(self, step: int) -> None:
-        """Chooses a mask from a restored state, whose own mask fits another number of workers."""
+        """Chooses from a restored state, whose own choice fits another number of workers."""
+        if not self.count:
+            return
         if self.options.statistic == "gradient":
-            self.mask.copy_(self._cycle(step).expand(self.layout.world, -1))
-            self._addresses = None
-            return
-        self._choose(step, None)
-        self.settle()
+            self.chosen.copy_(self._cycle(step))
+            self._mask = self._coming = None
+        else:
+            self._choose(step, None)
 
-    def settle(self) -> None:
-        """Waits for the mask under way and decodes it."""
-        if self._coming is None:
+    def _holds(self, held: Mask | Coming | None) -> bool:
+        # A state may be written in place without a word.
+        return held is not None and held.version == self.chosen._version
+
+    def _call_mask(self) -> None:
+        own = self.chosen.to(torch.int64)
+        if self.workers.size == 1 or self.options.statistic == "cycle":
+            self._mask = Mask(self.chosen._version, own.expand(self.layout.world, -1))
             return
-        self._coming.wait()
-        self._coming = self._addresses = None
-        self.mask.copy_(
-            masks.decode(self._codes, width=self.sparse_wide, count=self.count, code=self.code)
-        )
+        code = masks.encode(own, width=self.wide, code=self.code)
+        # New at each call: what a group that has died had under way may still be written.
+        codes = code.new_empty(self.layout.world, code.numel())
+        self._coming = Coming(self.chosen._version, self.workers.gather(codes, code), codes)
+
+    def mask(self) -> Mask:
+        """Every owner's choice for this step; waits for it."""
+        self.prepare()
+        if not self._holds(self._mask):
+            coming, self._coming = self._coming, None
+            assert coming is not None
+            coming.work.wait()
+            columns = masks.decode(coming.codes, width=self.wide, count=self.count, code=self.code)
+            self._mask = Mask(coming.version, columns)
+        assert self._mask is not None
+        return self._mask
 
     def _betas(self, b: int) -> tuple[float, float]:
         return self.groups[self.layout.buckets[b].group]["betas"]
@@ -333,27 +418,48 @@ def move(
     tau_K: Tensor,
     group: dict[str, Any],
     options: ScapeOptions,
-) -> tuple[Tensor, Tensor]:
-    """New weights and moments of chosen columns from the mean ``z`` of what was sent for them."""
+) -> None:
+    """Moves weights and moments of chosen columns, in place, by the mean ``z`` of what was sent.
+
+    ``m``: moments, faded since; ``tau``: steps since a column was last sent, of the weights' dtype.
+    """
     (beta1, beta2), rate = group["betas"], float(group["lr"])
-    skipped = tau_K.to(w_K.dtype)
-    past = m_K * torch.pow(beta1, skipped)
+    # After many skipped steps the past has faded and all of z would count as this step's gradient,
+    # ten times its size; the limit is where nu equals z^2 without a past.
+    old_K = tau_K >= options.clamp_after
     if options.buffer == "feedback":
-        g, m = z_K, torch.lerp(past, z_K, 1 - beta1)
+        g = z_K
     elif options.after_send == "clear":
-        g, m = z_K / (1 - beta1), past * beta1 + z_K
+        # The limit is reached by all of these or by none, since g is a multiple of z.
+        limit = max(1 - beta1, math.sqrt(1 - beta2))
+        g = z_K / torch.where(old_K, limit, 1 - beta1).to(z_K.dtype)
     else:
-        g, m = (z_K - past * beta1) / (1 - beta1), z_K
-    if options.buffer == "momentum":
-        # After many skipped steps the past has faded and all of z would count as this step's
-        # gradient, ten times its size; the limit is where nu equals z^2 without a past.
-        limit = z_K.abs() / math.sqrt(1 - beta2)
-        g = torch.where(tau_K >= options.clamp_after, g.clamp(-limit, limit), g)
-    denominator = second_moment(past, g, beta2=beta2).sqrt_().add_(group["eps"])
-    scale = (skipped + 1).pow(options.step_scale).clamp(max=options.scale_cap)
+        g = (z_K - m_K * beta1).div_(1 - beta1)
+        limit_K = z_K.abs().div_(math.sqrt(1 - beta2))
+        g = torch.where(old_K, torch.minimum(torch.maximum(g, -limit_K), limit_K), g)
+    denominator = second_moment(m_K, g, beta2=beta2).sqrt_().add_(group["eps"])
+    if options.buffer == "feedback":
+        m_K.lerp_(z_K, 1 - beta1)
+    elif options.after_send == "clear":
+        m_K.mul_(beta1).add_(z_K)
+    else:
+        m_K.copy_(z_K)
     decay = 1 - rate * group["weight_decay"]
     if options.decay == "moved" or options.unsent == "moved":
-        w_K = w_K * decay
+        w_K.mul_(decay)
     elif options.decay == "lazy":
-        w_K = w_K * torch.pow(decay, skipped + 1)
-    return w_K.addcdiv(m * scale, denominator, value=-rate), m.clone()
+        w_K.mul_(torch.pow(decay, tau_K + 1))
+    scale = tau_K + 1
+    if options.step_scale != 1:
+        scale.pow_(options.step_scale)
+    w_K.addcdiv_(scale.clamp_(max=options.scale_cap).mul_(m_K), denominator, value=-rate)
+
+
+def faded(m_W: Tensor, own_K: Tensor, tau_K: Tensor, beta1: float, oldest: int) -> Tensor:
+    """Moments of chosen columns, ``beta1`` to the power of ``tau`` times; ``tau`` is at most oldest."""
+    held_K = m_W.index_select(0, own_K)
+    if oldest >= max(tau_K.numel(), 1 << 10):
+        return held_K.mul_(torch.pow(beta1, tau_K))
+    # The powers of whole numbers, from a table: a power takes ten times as long as a look.
+    table = torch.pow(beta1, torch.arange(oldest + 1, dtype=tau_K.dtype, device=tau_K.device))
+    return held_K.mul_(table.index_select(0, tau_K.to(torch.int32)))

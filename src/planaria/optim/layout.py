@@ -147,27 +147,116 @@ def build(
     return Layout(world, tuple(buckets))
 
 
+def pieces(flat: Tensor, rows: Tensor, slot: Slot) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views: of a flat tensor [numel], and of the place of the same weights in ``rows``.
+
+    ``rows`` [N, S] is a bucket's. At most two pairs, each of one shape: [F, length] for the owners
+    whose part is full, [rest] for the one behind them. Padding is in neither.
+    """
+    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
+    block = rows[:, slot.offset : slot.offset + slot.length]
+    found: list[tuple[Tensor, Tensor]] = []
+    if full:
+        found.append((flat[: full * slot.length].view(full, slot.length), block[:full]))
+    if rest:
+        found.append((flat[full * slot.length :], block[full, :rest]))
+    return found
+
+
+def parts(flat: Tensor, rows: Tensor, slot: Slot) -> list[tuple[Tensor, Tensor]]:
+    """As :func:`pieces`, one pair for each owner, so that contiguous rows give contiguous views."""
+    if not slot.length:
+        return []
+    return [
+        (own, rows[owner, slot.offset : slot.offset + own.numel()])
+        for owner, own in enumerate(flat.split(slot.length))
+        if own.numel()
+    ]
+
+
 def pack(flat: Tensor | None, rows: Tensor, slot: Slot) -> None:
     """Writes a flat tensor [numel] into its columns of ``rows`` [N, S]; zeros for ``None``."""
     block = rows[:, slot.offset : slot.offset + slot.length]
     if flat is None:
         block.zero_()
         return
-    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
-    block[:full].copy_(flat[: full * slot.length].view(full, slot.length))
-    if full < block.shape[0]:
-        block[full:].zero_()
-        if rest:
-            block[full, :rest].copy_(flat[full * slot.length :])
+    for whole, place in pieces(flat, rows, slot):
+        place.copy_(whole)
+    if slot.numel < slot.length * rows.shape[0]:
+        full, rest = divmod(slot.numel, slot.length)
+        block[full, rest:].zero_()
+        block[full + 1 :].zero_()
 
 
 def unpack(rows: Tensor, flat: Tensor, slot: Slot) -> None:
     """Writes the columns of a parameter in ``rows`` [N, S] into a whole flat tensor [numel]."""
-    block = rows[:, slot.offset : slot.offset + slot.length]
-    full, rest = divmod(slot.numel, slot.length) if slot.length else (0, 0)
-    flat[: full * slot.length].view(full, slot.length).copy_(block[:full])
-    if rest:
-        flat[full * slot.length :].copy_(block[full, :rest])
+    for whole, place in pieces(flat, rows, slot):
+        whole.copy_(place)
+
+
+@dataclass(frozen=True)
+class Comb:
+    """Runs of neighbouring columns at equal distances: a part of a bucket."""
+
+    begin: int
+    """First column of the first run."""
+    end: int
+    """Column before which the last run ends."""
+    run: int
+    """Columns of a run."""
+    step: int
+    """Columns from the beginning of one run to that of the next."""
+
+    def spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """What of it lies in the columns ``first`` to ``last``, as (start, runs, columns of a run).
+
+        Starts are counted from ``first``. At most three: a run that begins before, whole runs, and
+        one that ends behind.
+        """
+        last = min(last, self.end)
+        start = self.begin + max(0, (first - self.begin - self.run) // self.step + 1) * self.step
+        found: list[tuple[int, int, int]] = []
+        if start < first:
+            found.append((0, 1, min(start + self.run, last) - first))
+            start += self.step
+        whole = max(0, (last - self.run - start) // self.step + 1)
+        if whole:
+            found.append((start - first, whole, self.run))
+            start += whole * self.step
+        found.append((start - first, 1, last - start))
+        return [span for span in found if span[2] > 0]
+
+    def count(self, first: int, last: int) -> int:
+        """Columns of it among the columns ``first`` to ``last``."""
+        return sum(runs * length for _, runs, length in self.spans(first, last))
+
+    def pairs(self, held: Tensor, packed: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views of one shape: of its columns in ``held``, and of these in ``packed``.
+
+        ``held`` [..., L] are the columns from ``first`` on, ``packed`` [..., at least K] only those
+        of the comb.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        at = 0
+        for start, runs, length in self.spans(first, first + held.shape[-1]):
+            step = self.step if runs > 1 else length
+            wide = held.narrow(-1, start, (runs - 1) * step + length).unfold(-1, length, step)
+            narrow = packed.narrow(-1, at, runs * length).unflatten(-1, (runs, length))
+            found.append((wide, narrow))
+            at += runs * length
+        return found
+
+    def take(self, held: Tensor) -> Tensor:
+        """A copy of its columns of a whole bucket [..., S], one after another [..., K]."""
+        packed = held.new_empty((*held.shape[:-1], self.count(0, held.shape[-1])))
+        for wide, narrow in self.pairs(held, packed, 0):
+            narrow.copy_(wide)
+        return packed
+
+    def put(self, held: Tensor, packed: Tensor) -> None:
+        """Writes what :meth:`take` gives."""
+        for wide, narrow in self.pairs(held, packed, 0):
+            wide.copy_(narrow)
 
 
 def local_shape(slot: Slot, owner: int) -> tuple[int, ...]:

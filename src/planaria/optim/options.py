@@ -25,7 +25,8 @@ class ScapeOptions:
     was left out so far ("feedback")."""
     statistic: str = "aged"
     """What the mask takes the largest of: the owner's own buffer, the buffer times the root of the
-    steps since it was sent ("aged"), the owner's own gradient, or nothing: a fixed cycle."""
+    steps since it was sent ("aged", compared by squares), the owner's own gradient, or nothing: a
+    fixed cycle."""
     after_send: str = "clear"
     """Whether a sent first moment is kept or cleared on the workers. Subtracting what was sent is
     the same as clearing, since each worker sends its own value."""
@@ -48,6 +49,10 @@ class ScapeOptions:
     """How a mask travels: "bitmap", "index" (12 bits a column), or the shorter of both."""
     cycle: str = "scattered"
     """Order of the averaging cycle of the local family: "scattered" or "contiguous"."""
+    cycle_run: int | None = None
+    """Neighbouring columns that a scattered cycle averages together. Sixteen float32 numbers are
+    what a processor fetches at a time, so one alone takes as long. By default 16 from a density of
+    5 % on, else 1: on a toy 16 lost nothing at 10 % and .3 % of the loss at 1 %."""
     average_moments: bool = True
     """Whether the local family averages the first moments together with the weights."""
     wire: str = "bfloat16"
@@ -74,6 +79,8 @@ class ScapeOptions:
         checks.choice("wire", self.wire, ("bfloat16", "float32"))
         checks.choice("cycle", self.cycle, ("scattered", "contiguous"))
         checks.number("refresh", self.refresh, low=1)
+        if self.cycle_run is not None:
+            checks.number("cycle_run", self.cycle_run, low=1)
         checks.number("dense_steps", self.dense_steps, low=0)
         checks.number("step_scale", self.step_scale, low=0.0)
         checks.number("scale_cap", self.scale_cap, low=1.0)
@@ -86,6 +93,11 @@ class ScapeOptions:
     def sparse(self) -> bool:
         """Whether any step is sparse."""
         return self.density < 1 or self.force_sparse
+
+    @property
+    def run(self) -> int:
+        """Neighbouring columns that are averaged together."""
+        return self.cycle_run or (16 if self.density >= 0.05 else 1)
 
     @property
     def period(self) -> int:

@@ -40,16 +40,13 @@ class Owner(Protocol):
 
 def save(optimizer: Owner) -> dict[str, Any]:
     """``{"state": {index: {name: DTensor}}, "param_groups": ..., "count": ...}``; collective."""
-    optimizer.family.settle()
-    layout, rank = optimizer.buckets.layout, optimizer.workers.rank
+    layout, params = optimizer.buckets.layout, optimizer.buckets.params
     state: dict[str, dict[str, Tensor]] = {}
     for name, columns in _columns(optimizer, mean=True).items():
         for bucket, flat in zip(layout.buckets, columns, strict=False):
-            mesh = optimizer.workers.mesh(flat.device.type)
             for slot in bucket.slots:
-                shape = local_shape(slot, rank)
-                local = flat[slot.offset : slot.offset + math.prod(shape)].view(shape)
-                state.setdefault(str(slot.index), {})[name] = as_dtensor(local, slot, mesh)
+                own = as_dtensor(flat[slot.offset :], slot, params[slot.index], optimizer.workers)
+                state.setdefault(str(slot.index), {})[name] = own
     groups = [
         {k: v for k, v in group.items() if k != "params"} | {"params": len(group["params"])}
         for group in optimizer.param_groups
@@ -59,8 +56,14 @@ def save(optimizer: Owner) -> dict[str, Any]:
 
 def load(optimizer: Owner, saved: dict[str, Any]) -> None:
     """Loads what :func:`save` gave; collective."""
-    layout, rank = optimizer.buckets.layout, optimizer.workers.rank
     columns = _columns(optimizer, mean=False)
+    with optimizer.workers.together():
+        _fill(optimizer, columns, saved)
+    _spread(optimizer, columns)
+
+
+def _fill(optimizer: Owner, columns: Columns, saved: dict[str, Any]) -> None:
+    layout, rank = optimizer.buckets.layout, optimizer.workers.rank
     for name, flats in columns.items():
         for bucket, flat in zip(layout.buckets, flats, strict=False):
             for slot in bucket.slots:
@@ -77,7 +80,6 @@ def load(optimizer: Owner, saved: dict[str, Any]) -> None:
     groups = [{**g, "params": [None] * g["params"]} for g in saved["param_groups"]]
     load_groups(optimizer.param_groups, groups)
     optimizer.count.copy_(torch.as_tensor(saved["count"]))
-    _spread(optimizer, columns)
 
 
 def _columns(optimizer: Owner, *, mean: bool) -> Columns:
@@ -95,9 +97,9 @@ def _columns(optimizer: Owner, *, mean: bool) -> Columns:
         }
     else:
         full = _replicated(family)
-        flats = {"moment": family.own(family.m), "skipped": family.own(family.tau)}
-        if family.half:
-            flats["master"] = family.own(family.w)
+        flats = {"moment": family.own(family.m), "since": family.own(family.since)}
+        if family.master is not None:
+            flats["master"] = family.own(family.master)
     for name, rows in full.items():
         if mean:
             flats[name] = [_mean(optimizer, r) for r in rows]
@@ -109,14 +111,15 @@ def _columns(optimizer: Owner, *, mean: bool) -> Columns:
 def _replicated(family: Drift | Frozen) -> dict[str, list[Tensor]]:
     """What every worker holds for all owners, as [N, S] of each bucket."""
     if not isinstance(family, Drift):
-        return {"first": family.whole(family.a)}
+        return {"first": family.whole(family.a_NV)}
     full = {"moment": family.whole(family.m), "anchor": family.whole(family.anchor)}
-    return {**full, "master": family.whole(family.w)} if family.half else full
+    return full if family.master is None else {**full, "master": family.whole(family.master)}
 
 
 def _mean(optimizer: Owner, rows_NS: Tensor) -> Tensor:
-    received = torch.empty_like(rows_NS)
-    optimizer.workers.exchange(received, rows_NS).wait()
+    sent = rows_NS.contiguous()
+    received = torch.empty_like(sent)
+    optimizer.workers.exchange(received, sent).wait()
     return mean_rows(received)
 
 
@@ -126,6 +129,8 @@ def _spread(optimizer: Owner, columns: Columns) -> None:
     full = _replicated(family)
     for name, rows in full.items():
         for target, own in zip(rows, columns[name], strict=True):
-            optimizer.workers.gather(target, own).wait()
+            whole = torch.empty_like(target, memory_format=torch.contiguous_format)
+            optimizer.workers.gather(whole, own).wait()
+            target.copy_(whole)
     if not isinstance(family, Drift) and not optimizer.is_dense(int(optimizer.count)):
         family.choose_again(int(optimizer.count))

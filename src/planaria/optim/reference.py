@@ -121,7 +121,7 @@ class Frozen:
         """Every owner chooses by its own first moment; used at the next step."""
         self.mask = torch.zeros_like(self.mask)
         for r, part in enumerate(self.parts):
-            score = self.a[r].abs() * (self.tau + 1).sqrt() if self.rule.aged else self.a[r].abs()
+            score = self.a[r].square() * (self.tau + 1) if self.rule.aged else self.a[r].abs()
             self.mask[choose(score, part[~self.dense[part]], self.k)] = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Generator
 from typing import Any
@@ -17,10 +18,12 @@ from planaria.optim import checks, portable
 from planaria.optim.adams import DEFAULT_BETAS, DEFAULT_DECAY, DEFAULT_EPS
 from planaria.optim.base import (
     BUCKET_BYTES,
+    Agreement,
     OwnedOptimizer,
     load_groups,
     read_closure,
     require_same_start,
+    take_seat,
     trained,
 )
 from planaria.optim.buckets import Buckets, master_dtype
@@ -29,6 +32,17 @@ from planaria.optim.drift import Drift
 from planaria.optim.frozen import Frozen
 from planaria.optim.layout import build
 from planaria.optim.options import ScapeOptions
+from planaria.optim.placement import like
+
+ASSUMED_STEPS = 10_000
+"""Length of a run that ``dense_steps`` is a share of where ``total_steps`` is not given: our choice."""
+
+_ASSUMED = (
+    "dense_steps is %g, a share of the run, and total_steps is not given: the first %d steps are "
+    "dense; give total_steps=, or the count itself"
+)
+
+log = logging.getLogger(__name__)
 
 
 class Scape(OwnedOptimizer):
@@ -39,7 +53,8 @@ class Scape(OwnedOptimizer):
 
     - Parameters of at most ``dense_ndim`` dimensions, and of groups with ``"dense": True``, are
       always sent whole (norms and biases by default; see :func:`planaria.optim.param_groups`).
-    - ``dense_steps`` first steps are dense: a count, or a share of ``total_steps``.
+    - ``dense_steps`` first steps are dense: a count, or a share of ``total_steps`` (of 10,000 where
+      that is not given; a line in the log says so).
     - ``max_norm`` clips; in a sparse step by the root mean square of the workers' own norms, since
       the mean gradient is nowhere known.
     - A gradient that is ``None`` counts as zero, on one worker or on all.
@@ -48,8 +63,13 @@ class Scape(OwnedOptimizer):
       model to evaluate and to save is the mean (:meth:`mean_model`).
     - Further keywords are the fields of :class:`planaria.optim.ScapeOptions`.
 
-    ``state_dict()`` holds this worker's own state to the bit; :meth:`portable_state_dict` the state
-    that ``torch.distributed.checkpoint`` saves and loads at any number of workers.
+    ``state_dict()`` holds this worker's own state to the bit, as live tensors under
+    ``state["scape"]`` that only fit the same number of workers; it waits for nothing.
+    :meth:`portable_state_dict` is the state that ``torch.distributed.checkpoint`` saves and loads
+    at any number of workers.
+
+    Between nodes, under FSDP2: ``fully_shard(model, mesh=mesh["shard"])`` and
+    ``group=mesh["replicate"]``; gradients are then reduced densely inside a node.
 
     Errors: :class:`~planaria.optim.checks.OptionError`,
     :class:`~planaria.optim.checks.ReplicaError`,
@@ -85,48 +105,63 @@ class Scape(OwnedOptimizer):
         self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
         self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
         self.norm = math.nan
+        total = ASSUMED_STEPS if total_steps is None else total_steps
+        checks.number("total_steps", total, low=1)
         self.options = ScapeOptions(
             density=density,
-            dense_steps=checks.steps("dense_steps", dense_steps, total=total_steps),
+            dense_steps=checks.steps("dense_steps", dense_steps, total=total),
             **choices,
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "dense": False})
+        self._check_groups()
+        self.workers = Workers(group)
+        if 0 < dense_steps < 1 and total_steps is None and self.workers.rank == 0:
+            log.warning(_ASSUMED, dense_steps, self.options.dense_steps)
+        self._params, chosen = trained(self)
+        held = take_seat(self.workers, chosen)
+        layout = build(
+            held,
+            world=self.workers.size,
+            bucket_bytes=bucket_bytes,
+            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
+        )
+        self._check_params(held)
+        require_same_start(self.workers, layout, self._params)
+        self.count = torch.zeros((), dtype=torch.int64)
+        self.buckets = Buckets(
+            layout,
+            self._params,
+            self.workers,
+            overlap=overlap,
+            active=lambda: self.is_dense(int(self.count)),
+        )
+        family = Drift if self.options.unsent == "local" else Frozen
+        with torch.no_grad():
+            self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
+        self._layout = torch.tensor(layout.digest(), dtype=torch.int64)
+        self.state["scape"] = self._tensors()  # type: ignore[index]
+        self.seal()
+
+    def _check_groups(self) -> None:
         for own in self.param_groups:
             checks.number("lr", float(own["lr"]), low=0.0)
             checks.betas(own["betas"])
             checks.number("eps", own["eps"], low=0.0)
             checks.number("weight_decay", own["weight_decay"], low=0.0)
-        self.workers = Workers(group)
-        self._params, chosen = trained(self)
-        layout = build(
-            chosen,
-            world=self.workers.size,
-            bucket_bytes=bucket_bytes,
-            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
-        )
-        self._check_params([p for _, _, p in chosen])
-        require_same_start(self.workers, layout, self._params)
-        self.buckets = Buckets(layout, self._params, self.workers, overlap=overlap)
-        family = Drift if self.options.unsent == "local" else Frozen
-        with torch.no_grad():
-            self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
-        self.count = torch.zeros((), dtype=torch.int64)
-        self._fill_state()
-        self.buckets.active = self.is_dense(0)
-        self.seal()
 
-    def _check_params(self, params: list[Tensor]) -> None:
+    def _check_params(self, held: list[tuple[int, int, Tensor]]) -> None:
+        params = [p for _, _, p in held]
         dtypes = sorted({str(master_dtype(p.dtype)) for p in params})
         if len(dtypes) > 1:
             raise checks.OptionError(
                 f"parameters are updated in {' and '.join(dtypes)}; give them one of the two, "
                 "or build one optimizer for each"
             )
-        for index, param in enumerate(params):
+        for index, _, param in held:
             if not param.is_contiguous():
                 raise checks.OptionError(
-                    f"trained parameter {index} is not contiguous, and single weights are written "
+                    f"parameter {index} is not contiguous, and single weights are written "
                     "into it; make it contiguous before the optimizer is built"
                 )
         half = any(master_dtype(p.dtype) != p.dtype for p in params)
@@ -154,21 +189,20 @@ class Scape(OwnedOptimizer):
         self.buckets.finish()
         if moved:
             self.count.add_(1)
-        self.buckets.active = self.is_dense(int(self.count))
         return loss
 
-    def _digest(self, step: int) -> int:
+    def _digest(self, step: int, *, sparse: bool) -> int:
         every = self.options.check_every
-        return self.family.digest() if every and step % every == 0 and step else 0
+        return self.family.digest(sparse=sparse) if every and step % every == 0 and step else 0
 
     def _dense_step(self, step: int) -> bool:
-        digest = self._digest(step)
+        digest = self._digest(step, sparse=False)
         grads = self.buckets.reduced()
         agreed = self.agree(grads, digest=digest)
         if agreed.changed:
             grads = self.buckets.resend()
             agreed = self.agree(grads, digest=digest)
-        self._compare(agreed.digests, step)
+        self._compare(agreed, step)
         if not self.accept(agreed):
             return False
         factor = self.clip(agreed.norm)
@@ -179,23 +213,23 @@ class Scape(OwnedOptimizer):
         return True
 
     def _sparse_step(self, step: int) -> bool:
-        for b in range(len(self.buckets.layout.buckets)):
-            self.buckets.fill(b)
-        agreed = self.agree(self.buckets.sent, digest=self._digest(step))
-        self._compare(agreed.digests, step)
+        layout = self.buckets.layout
+        self.family.prepare()
+        # Beside the agreement; clipped afterwards.
+        works = [self.buckets.begin(b) for b in range(layout.sparse, len(layout.buckets))]
+        agreed = self.agree(self.buckets.grads(), digest=self._digest(step, sparse=True))
+        for work in works:
+            work.wait()
+        self._compare(agreed, step)
         agreed.square /= self.workers.size
         if not self.accept(agreed):
             return False
-        factor = self.clip(agreed.norm)
-        if factor is not None:
-            for sent in self.buckets.sent:
-                sent.mul_(factor)
-        self.family.sparse_step(step)
+        self.family.sparse_step(step, self.clip(agreed.norm))
         return True
 
-    def _compare(self, digests: list[int], step: int) -> None:
-        if len(set(digests)) > 1:
-            listed = ", ".join(f"{digest:x}" for digest in digests)
+    def _compare(self, agreed: Agreement, step: int) -> None:
+        if agreed.differ:
+            listed = ", ".join(f"{digest:x}" for digest in agreed.digests)
             raise checks.ReplicaError(
                 f"before step {step} masks or weights differ between workers ({listed}); "
                 "something else than the optimizer changed them: restore a checkpoint"
@@ -204,35 +238,33 @@ class Scape(OwnedOptimizer):
     @contextlib.contextmanager
     def mean_model(self) -> Generator[None]:
         """Inside it the parameters hold the mean over the workers; entering is collective."""
-        if isinstance(self.family, Frozen):
-            yield
-            return
+        means = self.mean_weights()
         with torch.no_grad():
-            order = [self._params[index] for index in self.buckets.layout.place]
-            kept = [p.detach().clone() for p in order]
-            for param, mean in zip(order, self.family.mean_weights(), strict=True):
+            kept = [param.detach().clone() for param, _ in means]
+            for param, mean in means:
                 param.copy_(mean)
         try:
             yield
         finally:
             with torch.no_grad():
-                for param, own in zip(order, kept, strict=True):
+                for (param, _), own in zip(means, kept, strict=True):
                     param.copy_(own)
 
-    def _fill_state(self) -> None:
-        self.state["scape"] = {"count": self.count, **self.family.tensors()}  # type: ignore[index]
+    @torch.no_grad()
+    def mean_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Every trained parameter with the mean over the workers, where they differ; collective.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's format, with this worker's own state to the bit under ``state["scape"]``.
-
-        Waits for the mask under way. Tensors are live; they only fit the same number of workers.
+        Empty where all workers hold the same weights. Changes nothing.
         """
-        self._fill_state()
-        return super().state_dict()
+        if isinstance(self.family, Frozen):
+            return []
+        order = [self._params[index] for index in self.buckets.layout.place]
+        means = self.family.mean_weights()
+        return [(p, like(mean, p)) for p, mean in zip(order, means, strict=True)]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores in place, bit by bit, what ``state_dict`` gave on the same rank.
+        """Restores in place, bit by bit, what ``state_dict`` gave on the same rank; collective.
 
         Errors: :class:`planaria.optim.checks.StateError` for other parameters, another family
         or another number of workers.
@@ -240,9 +272,21 @@ class Scape(OwnedOptimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         self.buckets.drop()
-        self.family.settle()
         saved = state_dict["state"].get("scape")
-        here: dict[str, Tensor] = {"count": self.count, **self.family.tensors()}
+        here = self._tensors()
+        with self.workers.together():
+            self._require_own(saved, here)
+            load_groups(self.param_groups, state_dict["param_groups"])
+        for key, tensor in here.items():
+            tensor.copy_(saved[key])
+        self.restored()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"count": self.count, "layout": self._layout, **self.family.tensors()}
+
+    def _require_own(self, saved: dict[str, Tensor] | None, here: dict[str, Tensor]) -> None:
         if saved is None or set(saved) != set(here):
             found = sorted(saved) if saved else "nothing"
             raise checks.StateError(
@@ -256,16 +300,23 @@ class Scape(OwnedOptimizer):
                     f"{self.workers.size} workers needs {tuple(tensor.shape)}; load a state of the "
                     "same model and number of workers, or use load_portable_state_dict"
                 )
-        load_groups(self.param_groups, state_dict["param_groups"])
-        for key, tensor in here.items():
-            tensor.copy_(saved[key])
-        self._restored()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        if int(saved["layout"]) != int(self._layout):
+            raise checks.StateError(
+                "the saved state was laid out for other shapes, groups or bucket_bytes (layout "
+                f"{int(saved['layout']):x}, here {int(self._layout):x}); load a state of the same "
+                "model and options, or use load_portable_state_dict"
+            )
 
-    def _restored(self) -> None:
+    def abandon(self) -> None:
+        """As :meth:`OwnedOptimizer.abandon`; the mask under way is gathered again."""
+        super().abandon()
+        self.family.abandon()
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """As :meth:`OwnedOptimizer.restored`; drops what was derived from the old state."""
+        super().restored()
         self.family.loaded()
-        self.buckets.active = self.is_dense(int(self.count))
 
     @torch.no_grad()
     def portable_state_dict(self) -> dict[str, Any]:
@@ -279,5 +330,5 @@ class Scape(OwnedOptimizer):
     def load_portable_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`portable_state_dict` gave, at any number of workers; collective."""
         self.buckets.drop()
+        self.family.loaded()
         portable.load(self, state_dict)
-        self._restored()

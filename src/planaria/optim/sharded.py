@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +29,34 @@ from planaria.optim.base import (
     load_groups,
     read_closure,
     require_same_start,
+    take_seat,
     trained,
 )
-from planaria.optim.buckets import Buckets, master_dtype
+from planaria.optim.buckets import Buckets, master_dtype, take_over
 from planaria.optim.collectives import Workers
-from planaria.optim.layout import Slot, build, local_shape
+from planaria.optim.layout import Slot, build
+
+# An owner's part of at least so many elements is updated where it lies; smaller ones are updated
+# together, in a copy, because a call for each takes longer than copying does.
+LARGE = 1 << 12
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What the inner optimizer takes for one parameter: some columns of a bucket."""
+
+    bucket: int
+    """Position of the bucket."""
+    slots: tuple[Slot, ...]
+    """The slots in these columns."""
+    begin: int
+    """First column."""
+    end: int
+    """Last column, plus one."""
+    master: Tensor
+    """This owner's weights, flat: a copy with padding, or the parameter's own memory."""
+    in_place: bool
+    """Whether it is the parameter's own memory."""
 
 
 class Sharded(OwnedOptimizer):
@@ -80,7 +104,7 @@ class Sharded(OwnedOptimizer):
         self.workers = Workers(group)
         self._params, chosen = trained(self)
         layout = build(
-            chosen,
+            take_seat(self.workers, chosen),
             world=self.workers.size,
             bucket_bytes=bucket_bytes,
             dense=lambda *_: True,
@@ -98,17 +122,13 @@ class Sharded(OwnedOptimizer):
 
     def _make_inner(self, factory: Callable[..., Optimizer], options: dict[str, Any]) -> None:
         layout = self.buckets.layout
-        self.masters: list[Tensor] = []
-        for bucket in layout.buckets:
-            device = self._params[bucket.slots[0].index].device
-            dtype = master_dtype(bucket.dtype)
-            self.masters.append(torch.zeros(bucket.width, dtype=dtype, device=device))
+        self.units = [unit for b in range(len(layout.buckets)) for unit in self._cut(b)]
         with torch.no_grad():
-            self.buckets.refresh(self.masters)
+            self._refresh()
         groups: list[dict[str, Any]] = []
         self._inner_of: list[int] = []
         for g, own in enumerate(self.param_groups):
-            flats = [m for m, b in zip(self.masters, layout.buckets, strict=True) if b.group == g]
+            flats = [u.master for u in self.units if layout.buckets[u.bucket].group == g]
             if flats:
                 given = {k: v for k, v in own.items() if k not in ("params", "param_names")}
                 groups.append({"params": [f.requires_grad_() for f in flats], **given})
@@ -120,6 +140,67 @@ class Sharded(OwnedOptimizer):
             for key, value in inner.items():
                 if key != "params":
                     self.param_groups[g].setdefault(key, value)
+
+    def _cut(self, b: int) -> list[Unit]:
+        """The units of a bucket: large slots alone and in place, runs of others in a copy."""
+        bucket = self.buckets.layout.buckets[b]
+        dtype = master_dtype(bucket.dtype)
+        found: list[Unit] = []
+        run: list[Slot] = []
+
+        def close() -> None:
+            if run:
+                begin, end = run[0].offset, run[-1].offset + run[-1].length
+                device = self.buckets.weight(run[0].index).device
+                flat = torch.zeros(end - begin, dtype=dtype, device=device)
+                found.append(Unit(b, tuple(run), begin, end, flat, in_place=False))
+                run.clear()
+
+        for slot in bucket.slots:
+            weight = self.buckets.weight(slot.index)
+            if slot.length >= LARGE and dtype == bucket.dtype and weight.is_contiguous():
+                close()
+                own = self.buckets.own(slot)
+                end = slot.offset + own.numel()
+                found.append(Unit(b, (slot,), slot.offset, end, own, in_place=True))
+            else:
+                run.append(slot)
+        close()
+        return found
+
+    def _refresh(self) -> None:
+        """Makes the masters hold what the parameters do, wherever those lie by now."""
+        for unit in self.units:
+            if unit.in_place:
+                unit.master.data = self.buckets.own(unit.slots[0])
+                continue
+            for slot in unit.slots:
+                own = self.buckets.own(slot)
+                at = slot.offset - unit.begin
+                take_over(unit.master.detach()[at : at + own.numel()], own)
+
+    def _row(self, b: int) -> Tensor:
+        """This owner's weights of a bucket [S] after the step, in the parameters' dtype."""
+        bucket = self.buckets.layout.buckets[b]
+        row = self.buckets.sent[b].new_zeros(bucket.width, dtype=bucket.dtype)
+        for unit in self.units:
+            if unit.bucket == b:
+                row[unit.begin : unit.end] = unit.master.detach()
+        return row
+
+    def _publish(self) -> None:
+        lone = self.workers.size == 1
+        for unit in self.units:
+            if unit.in_place:
+                # Written through another tensor, which autograd and the runtime must hear of.
+                torch.autograd.graph.increment_version(self.buckets.weight(unit.slots[0].index))
+            elif lone:
+                for slot in unit.slots:
+                    at = slot.offset - unit.begin
+                    own = self.buckets.weight(slot.index)
+                    own.copy_(unit.master.detach()[at : at + own.numel()].view(own.shape))
+        if not lone:
+            self.buckets.publish({b: self._row(b) for b in range(len(self.buckets.layout.buckets))})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -137,41 +218,57 @@ class Sharded(OwnedOptimizer):
         if factor is not None:
             for grad in grads:
                 grad.mul_(factor)
-        self.buckets.refresh(self.masters)
-        for master, grad in zip(self.masters, grads, strict=True):
-            master.grad = grad.to(master.dtype)
+        self._refresh()
+        for unit in self.units:
+            grad = grads[unit.bucket][unit.begin : unit.end]
+            unit.master.grad = grad.to(unit.master.dtype)
         for g, inner in zip(self._inner_of, self.inner.param_groups, strict=True):
             inner.update(
                 {k: v for k, v in self.param_groups[g].items() if k in inner and k != "params"}
             )
         self.inner.step()
-        for master in self.masters:
-            master.grad = None
-        self.buckets.publish([m.detach() for m in self.masters])
+        for unit in self.units:
+            unit.master.grad = None
+        if self._published != self._identities():
+            # An optimizer that counts in plain numbers, or makes new tensors: state shows them.
+            self._publish_state()
+        self._publish()
         return loss
 
-    def _entries(self, bucket: int, slot: Slot) -> dict[str, Any]:
+    def _entries(self, unit: Unit, slot: Slot) -> dict[str, Any]:
         """The state of one parameter; tensors are views of this owner's flat state."""
-        master = self.masters[bucket]
-        shape = local_shape(slot, self.workers.rank)
-        count = math.prod(shape)
-        mesh = self.workers.mesh(master.device.type)
+        master, param = unit.master, self._params[slot.index]
+        at = slot.offset - unit.begin
         entries: dict[str, Any] = {}
         found: dict[str, Any] = dict(self.inner.state[master])
-        if master.dtype != self.buckets.layout.buckets[bucket].dtype:
+        if master.dtype != param.dtype:
             found["master"] = master.detach()
         for key, value in found.items():
             if isinstance(value, Tensor) and value.shape == master.shape:
-                local = value[slot.offset : slot.offset + count].view(shape)
-                entries[key] = as_dtensor(local, slot, mesh)
+                entries[key] = as_dtensor(value[at:], slot, param, self.workers)
             else:
                 entries[key] = value
         return entries
 
+    def _identities(self) -> list[int]:
+        states = [dict[str, Any](self.inner.state[unit.master]) for unit in self.units]
+        return [id(value) for state in states for value in state.values()]
+
     def _publish_state(self) -> None:
-        for b, bucket in enumerate(self.buckets.layout.buckets):
-            for slot in bucket.slots:
-                self.state[self._params[slot.index]] = self._entries(b, slot)
+        self._published = self._identities()
+        for unit in self.units:
+            for slot in unit.slots:
+                self.state[self._params[slot.index]] = self._entries(unit, slot)
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """As :meth:`OwnedOptimizer.restored`; numbers that are no tensors go to the inner state."""
+        super().restored()
+        for unit in self.units:
+            inner: dict[str, Any] = self.inner.state[unit.master]
+            shown: dict[str, Any] = self.state[self._params[unit.slots[0].index]]
+            inner.update({k: v for k, v in shown.items() if not isinstance(v, Tensor)})
+        self._published = self._identities()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's format; tensors are DTensors of the parameters' shapes over the group.
@@ -185,23 +282,26 @@ class Sharded(OwnedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores in place, bit by bit; also takes whole tensors, as an unsharded optimizer saves.
 
+        Collective.
+
         Errors: :class:`planaria.optim.checks.StateError` if it belongs to other parameters.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
-        load_groups(self.param_groups, groups)
-        # Keys need not be numbers: torch.distributed.checkpoint loads by the parameters' names.
-        keys = [key for group in groups for key in group["params"]]
         self.buckets.drop()
-        for b, bucket in enumerate(self.buckets.layout.buckets):
-            for slot in bucket.slots:
-                self._load_slot(b, slot, state_dict["state"].get(keys[slot.index]))
+        with self.workers.together():
+            load_groups(self.param_groups, groups)
+            # Keys need not be numbers: torch.distributed.checkpoint loads by the parameters' names.
+            keys = [key for group in groups for key in group["params"]]
+            for unit in self.units:
+                for slot in unit.slots:
+                    self._load_slot(unit, slot, state_dict["state"].get(keys[slot.index]))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _load_slot(self, b: int, slot: Slot, saved: dict[str, Any] | None) -> None:
-        here = self._entries(b, slot)
+    def _load_slot(self, unit: Unit, slot: Slot, saved: dict[str, Any] | None) -> None:
+        here = self._entries(unit, slot)
         lacking = sorted(set(here) - set(saved or {}) - {"master"})
         if saved is None or lacking:
             raise checks.StateError(
@@ -216,4 +316,4 @@ class Sharded(OwnedOptimizer):
             elif isinstance(target, Tensor) and key in saved:
                 target.copy_(torch.as_tensor(saved[key]))
             elif key in saved:
-                self.inner.state[self.masters[b]][key] = saved[key]
+                self.inner.state[unit.master][key] = saved[key]

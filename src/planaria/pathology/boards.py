@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from planaria.errors import ConfigError, DataError
 from planaria.pathology.regions import read_region, read_tile
+from planaria.pathology.resolution import check_tile
 from planaria.pathology.slides import Pixels, Slide
 from planaria.pathology.tiles import TileConfig, plan_grid
 from planaria.pathology.tissue import (
@@ -24,6 +25,9 @@ from planaria.pathology.tissue import (
     measure_tile,
     tissue_map,
 )
+
+MAX_BOARD_PX = 16_384
+"""Pixels along a board's side: 800 MB, more than any network takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,12 @@ class BoardConfig:
             raise ConfigError(f"tiles is {self.tiles}; a board needs a square number (16, 25, 36)")
         if self.px < 8 or not self.mpp > 0:
             raise ConfigError(f"tiles of {self.px} px at {self.mpp} µm/px: at least 8 px, positive")
+        check_tile(self.px, self.mpp)
+        if self.board_px > MAX_BOARD_PX:
+            raise ConfigError(
+                f"a board of {self.side} x {self.side} tiles of {self.px} px is {self.board_px} px "
+                f"wide; at most {MAX_BOARD_PX}"
+            )
         if self.candidates < 1:
             raise ConfigError(f"candidates is {self.candidates}; M is at least N, so 1 or more")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from planaria.errors import ConfigError, DataError
+from planaria.pathology.attention import AttentionHead, FeatureConfig
 from planaria.pathology.boards import BoardConfig
 from planaria.pathology.colour import ColourStatistics, Corrected, DistributionCorrection
 from planaria.pathology.files import atomic
@@ -28,9 +29,12 @@ class ModelCard:
 
     kind: str
     """``metastasis`` (a probability per tile) or ``gleason`` (a grade per board)."""
-    network: NetworkConfig
-    target: ColourStatistics
-    """Colours of the training set."""
+    network: NetworkConfig | None = None
+    """What sees pixels; None where the model sees features."""
+    features: FeatureConfig | None = None
+    """What sees frozen features of a foundation model; None where the model sees pixels."""
+    target: ColourStatistics | None = None
+    """Colours of the training set; needed with ``network``."""
     source: ColourStatistics | None = None
     """Colours that the backbone was pre-trained on; None for random weights."""
     dc: str = "none"
@@ -57,7 +61,11 @@ class ModelCard:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind is {self.kind!r}; it is one of {', '.join(KINDS)}")
-        if self.kind == "gleason" and self.board is None:
+        if (self.network is None) == (self.features is None):
+            raise ConfigError("a model sees pixels (network) or features, one of both")
+        if self.network is not None and self.target is None:
+            raise ConfigError("a model that sees pixels needs the colours of its training set")
+        if self.kind == "gleason" and self.board is None and self.features is None:
             raise ConfigError("a gleason model needs a board configuration")
         if not 0 < self.threshold < 1:
             raise ConfigError(f"threshold is {self.threshold}; between 0 and 1")
@@ -68,7 +76,12 @@ class ModelCard:
 
 
 def build(card: ModelCard) -> nn.Module:
-    """The network of ``card`` behind its correction, with fresh weights: [B, 3, H, W] to logits."""
+    """The network of ``card`` with fresh weights: pixels [B, 3, H, W] (behind their correction) or
+    features [B, K, D + 1] to logits [B, C]."""
+    if card.features is not None:
+        return AttentionHead(card.features)
+    assert card.network is not None, "checked by the card"
+    assert card.target is not None, "checked by the card"
     correction = DistributionCorrection(card.dc, target=card.target, source=card.source)
     return Corrected(correction, BoostedEfficientNet(card.network))
 

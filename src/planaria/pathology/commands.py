@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -132,13 +132,15 @@ class Predict:
     """Folder that a training left (model.json, model.pt)."""
     out: Path
     """Folder for the results, one folder per slide."""
+    features: Path | None = None
+    """Folder with the slides' features (NAME.h5), for a model that was trained on features."""
     overlap: float = 0.0
     """Fraction of a tile that neighbours share (metastasis)."""
     batch: int = 32
     """Tiles per forward pass."""
     page_px: int = 2048
     """Longest side of the slide inside each page."""
-    origin: str = "bounds"
+    origin: Literal["bounds", "level0"] = "bounds"
     """Origin of the GeoJSON: bounds (QuPath) or level0."""
     slide_mpp: float | None = None
     """µm per level-0 pixel of every slide, over what the files say."""
@@ -150,19 +152,29 @@ class Predict:
         """0 unless no slide at all could be scored."""
         # Torch is slow to import: info and tile do without it.
         from planaria.pathology.bundle import load_bundle
-        from planaria.pathology.predict import PredictConfig, predict_slide
+        from planaria.pathology.datasets.features import find_features
+        from planaria.pathology.predict import PredictConfig, predict_features, predict_slide
 
         config = PredictConfig(overlap=self.overlap, batch=self.batch)
+        if not 64 <= self.page_px <= 8192:
+            raise ConfigError(
+                f"page_px is {self.page_px}; 64 to 8192 px, all inside the page's file"
+            )
         card, model = load_bundle(self.model)
+        self._check_features(wanted=card.features is not None)
         slides = find_slides(self.slides)
         table = overrides(slides, one=self.slide_mpp, table=self.mpp_csv, say=say)
         notes = (*card.notes, f"Trained on: {card.trained_on}.")
         threshold = card.threshold if card.kind == "metastasis" else 0.5
 
         def work(slide: Slide, folder: Path) -> tuple[bool, str, dict[str, Any]]:
-            found = predict_slide(
-                slide, card=card, model=model, config=config, tissue_config=self.tissue
-            )
+            if self.features is not None:
+                path = find_features(self.features, slide.info.path.name)
+                found = predict_features(slide, card=card, model=model, path=path)
+            else:
+                found = predict_slide(
+                    slide, card=card, model=model, config=config, tissue_config=self.tissue
+                )
             said = "no score" if found.score is None else f"{found.heat.label} {found.score:.3f}"
             call = f"{found.call} ({said}; {found.rule})"
             write_overlays(
@@ -203,9 +215,31 @@ class Predict:
             mpp=table,
             work=work,
             say=say,
+            beside=self._beside,
+            note=DISCLAIMER,
         )
         say(DISCLAIMER)
         return summary.exit_code
+
+    def _check_features(self, *, wanted: bool) -> None:
+        if wanted and self.features is None:
+            raise ConfigError(
+                f"{self.model}: the model sees features; give --features, a folder of NAME.h5"
+            )
+        if self.features is not None and not wanted:
+            raise ConfigError(f"{self.model}: the model sees pixels; leave --features out")
+        if self.features is not None and not self.features.is_dir():
+            raise ConfigError(f"--features {self.features}: no such folder; check the path")
+
+    def _beside(self, slide: Path) -> list[int] | None:
+        from planaria.pathology.datasets.features import find_features
+
+        if self.features is None:
+            return None
+        path = find_features(self.features, slide.name)
+        if not path.is_file():
+            return None
+        return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,13 +285,13 @@ def write_overlays(
     page_px: int,
 ) -> None:
     """Writes a heat-map in every form: npz, GeoJSON, CSV, overview and page."""
-    from planaria.pathology.geojson import features, write_geojson, write_heat_csv
+    from planaria.pathology.geojson import stream, write_geojson, write_heat_csv
     from planaria.pathology.viewer import render_page, write_page
 
     info = slide.info
     save_heat(folder / "heat.npz", heat=heat)
-    collection = features(heat, info=info, threshold=threshold, origin=origin)
-    write_geojson(folder / f"{info.path.stem}.geojson", collection=collection)
+    found = stream(heat, info=info, threshold=threshold, origin=origin)
+    write_geojson(folder / f"{info.path.stem}.geojson", found=found)
     write_heat_csv(folder / "heat.csv", heat=heat, info=info)
     pixels, down = thumbnail(slide)
     corner = (info.bounds.x, info.bounds.y)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import math
 import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+from planaria.errors import DataError
 
 
 @contextlib.contextmanager
@@ -25,6 +28,19 @@ def atomic(path: Path) -> Generator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a CSV in UTF-8, missing cells as empty text; DataError for anything else."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="")
+            rows = list(reader)
+            return list(reader.fieldnames or []), rows
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{path.name}: not a CSV in UTF-8 ({error}); save the table as CSV, UTF-8, with commas"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

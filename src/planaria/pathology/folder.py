@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.errors import DataError, UserError
-from planaria.pathology.files import atomic
+from planaria.pathology.files import atomic, read_csv
 from planaria.pathology.slides import Slide, open_slide
 
 SUFFIXES = frozenset(
@@ -77,6 +77,8 @@ class Summary:
 def find_slides(paths: Sequence[Path]) -> list[Path]:
     """The slides among ``paths``: files as they are, folders by :data:`SUFFIXES`, sorted.
 
+    The levels of a DICOM slide are files of their own; the first of each series stands for all.
+
     DataError where nothing is found, a path does not exist, or two slides have one name (their
     results would overwrite each other).
     """
@@ -92,6 +94,7 @@ def find_slides(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
         else:
             raise DataError(f"{path}: no such slide or folder; check the path")
+    found = _one_per_series(found)
     if not found:
         raise DataError(
             f"no slides in {', '.join(map(str, paths))}; expected files such as .svs, .tiff"
@@ -104,6 +107,35 @@ def find_slides(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
+def _one_per_series(paths: Sequence[Path]) -> list[Path]:
+    """``paths`` without DICOM files whose series another one of the same folder stands for."""
+    seen: set[tuple[Path, bytes]] = set()
+    kept: list[Path] = []
+    for path in paths:
+        series = _series(path) if path.suffix.lower() == ".dcm" else None
+        if series is not None:
+            key = (path.parent, series)
+            if key in seen:
+                continue
+            seen.add(key)
+        kept.append(path)
+    return kept
+
+
+def _series(path: Path) -> bytes | None:
+    """The series of a DICOM file (0020,000E); None where its first 64 KiB do not tell."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    except OSError:
+        return None
+    found = head.find(b"\x20\x00\x0e\x00UI")
+    if head[128:132] != b"DICM" or found < 0:
+        return None
+    length = int.from_bytes(head[found + 6 : found + 8], "little")
+    return head[found + 8 : found + 8 + length].rstrip(b"\0 ")
+
+
 def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, float], list[str]]:
     """Resolutions by slide from a CSV with columns ``slide`` and ``mpp``, and what was odd in it.
 
@@ -112,11 +144,9 @@ def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, flo
     """
     from planaria.pathology.resolution import refuse
 
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames is None or not {"slide", "mpp"} <= set(reader.fieldnames):
-            raise DataError(f"{path.name}: columns are {reader.fieldnames}; needs slide and mpp")
-        rows = list(reader)
+    columns, rows = read_csv(path)
+    if not {"slide", "mpp"} <= set(columns):
+        raise DataError(f"{path.name}: columns are {columns}; needs slide and mpp")
     names = {path.name: path.stem for path in slides} | {path.stem: path.stem for path in slides}
     table: dict[str, float] = {}
     notes: list[str] = []
@@ -158,28 +188,41 @@ def process(
     mpp: dict[str, float],
     work: Callable[[Slide, Path], tuple[bool, str, dict[str, Any]]],
     say: Callable[[str], None],
+    beside: Callable[[Path], Any] = lambda path: None,
+    note: str = "",
 ) -> Summary:
     """Runs ``work(slide, folder)`` for each slide in turn and writes its marker.
 
-    ``work`` returns whether there was tissue, a sentence, and facts for the marker ``marker`` (a
-    JSON file). Errors of the user's input, broken files above all, end that slide and no other.
+    ``beside(path)`` is what its result depends on besides the slide; ``note`` stands in every row of
+    the summary. ``work`` returns whether there
+    was tissue, a sentence, and facts for the marker ``marker`` (a JSON file). Errors of the user's
+    input, broken files above all, end that slide and no other.
     """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: no folder can be made ({error.strerror})") from None
     outcomes: list[Outcome] = []
     for number, path in enumerate(slides, start=1):
         folder = out / path.stem
-        key = digest(path, settings=[settings, mpp.get(path.stem)])
-        before = _marked(folder / marker, key=key)
-        if before is not None:
-            outcome = Outcome(slide=path, status="unchanged", detail=before)
-        else:
-            outcome = _one(path, folder, marker, key, mpp, work)
+        try:
+            key = digest(path, settings=[settings, mpp.get(path.stem), beside(path)])
+            before = _marked(folder / marker, key=key)
+            if before is not None:
+                outcome = Outcome(slide=path, status="unchanged", detail=before)
+            else:
+                outcome = _one(path, folder, marker, key, mpp, work)
+        except OSError as error:  # a link to nowhere, a disk that is full or gone
+            outcome = Outcome(slide=path, status="failed", detail=f"{path.name}: {error}")
         outcomes.append(outcome)
         say(f"[{number}/{len(slides)}] {path.name}: {outcome.status}: {outcome.detail}")
     summary = Summary(outcomes=tuple(outcomes))
     with atomic(out / "summary.csv") as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["slide", "status", "detail"])
-        writer.writerows([o.slide.name, o.status, o.detail] for o in outcomes)
+        more = ["note"] if note else []
+        writer.writerow(["slide", "status", "detail", *more])
+        more = [note] if note else []
+        writer.writerows([o.slide.name, o.status, o.detail, *more] for o in outcomes)
     say(summary.line())
     return summary
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from planaria.errors import DataError
 from planaria.pathology.files import atomic
@@ -86,9 +87,15 @@ def over_thumbnail(
     inside_y = (rows >= 0) & (rows < heat.grid.rows)
     column = np.clip(columns, 0, heat.grid.columns - 1).astype(np.int64)
     row = np.clip(rows, 0, heat.grid.rows - 1).astype(np.int64)
-    rgba = heat.rgba()[row[:, None], column[None, :]]
-    alpha = rgba[..., 3:] / 255 * opacity * (inside_y[:, None] & inside_x[None, :])[..., None]
-    return (thumb * (1 - alpha) + rgba[..., :3] * alpha).round().astype(np.uint8)
+    table = heat.rgba()
+    out = np.empty_like(thumb)
+    for top in range(0, height, 64):  # in strips: blending takes twenty times a strip's memory
+        part = slice(top, top + 64)
+        rgba = table[row[part, None], column[None, :]]
+        shown = inside_y[part, None] & inside_x[None, :]
+        alpha = rgba[..., 3:] / 255 * opacity * shown[..., None]
+        out[part] = (thumb[part] * (1 - alpha) + rgba[..., :3] * alpha).round().astype(np.uint8)
+    return out
 
 
 def save_heat(path: Path, *, heat: HeatMap) -> None:
@@ -112,6 +119,8 @@ def load_heat(path: Path) -> HeatMap:
 
 
 def save_overview(path: Path, *, pixels: Pixels) -> None:
-    """Writes [H, W, 3] pixels as PNG."""
+    """Writes [H, W, 3] pixels as PNG, what they are not for in its description."""
+    text = PngInfo()
+    text.add_text("Description", DISCLAIMER)
     with atomic(path) as temporary:
-        Image.fromarray(pixels).save(temporary, format="PNG")
+        Image.fromarray(pixels).save(temporary, format="PNG", pnginfo=text)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, DataError
+from planaria.pathology.attention import AttentionHead, FeatureConfig
 from planaria.pathology.boards import BoardConfig, assemble, cut_tiles, fixed_board
 from planaria.pathology.bundle import ModelCard, grade_loss
 from planaria.pathology.colour import to_unit
+from planaria.pathology.datasets.features import Bags, Places, inspect_features, read_places
 from planaria.pathology.heat import HeatMap
 from planaria.pathology.metrics import apply_thresholds
 from planaria.pathology.networks import BoostedEfficientNet
@@ -97,6 +100,76 @@ def predict_slide(
     )
 
 
+def predict_features(slide: Slide, *, card: ModelCard, model: nn.Module, path: Path) -> Prediction:
+    """The prediction for one slide from the features in ``path`` (H5 with coordinates).
+
+    The map shows what each tile says alone. DataError where the features are another model's or
+    another slide's.
+    """
+    began = time.monotonic()
+    config = cast("FeatureConfig", card.features)
+    found = inspect_features(path)
+    if found.dim != config.dim or not _same_encoder(config.encoder, found.encoder):
+        raise DataError(
+            f"{path.name}: {found.dim} numbers per tile by {found.encoder}; the model was trained on "
+            f"{config.dim} by {config.encoder}"
+        )
+    places = read_places(path)
+    _check_places(path, places, slide)
+    head = cast("AttentionHead", model)
+    x = torch.from_numpy(Bags([path]).batch(np.zeros(1, dtype=np.int64)))
+    with torch.inference_mode():
+        logits_KC = head.tiles(x)[0][0]
+        whole = model(x)
+        if card.kind == "metastasis":
+            each = logits_KC[:, 0].sigmoid()
+            value = float(whole.sigmoid())
+        else:
+            loss = grade_loss(card)
+            each, value = loss.score(logits_KC), float(loss.score(whole)[0])
+    tiles = _finite(each).numpy().astype(np.float32)
+    rule = f"attention over the features of {found.count} tiles"
+    if config.single:
+        value = slide_probability(tiles)
+        rule = f"mean of the {TOP_TILES} highest tile probabilities"
+    values = np.full((places.grid.rows, places.grid.columns), np.nan, dtype=np.float32)
+    values[places.cells[:, 1], places.cells[:, 0]] = tiles
+    metastasis = card.kind == "metastasis"
+    heat = HeatMap(
+        values=values,
+        grid=places.grid,
+        low=0.0,
+        high=1.0 if metastasis else float(card.classes - 1),
+        label="probability of tumour" if metastasis else "expected ISUP grade",
+    )
+    return Prediction(
+        heat=heat,
+        score=value,
+        call=decide(value, card=card),
+        rule=rule,
+        tiles=found.count,
+        reason=f"features by {found.encoder}",
+        seconds=time.monotonic() - began,
+    )
+
+
+def _same_encoder(left: str, right: str) -> bool:
+    """Whether both may be one model: older files do not say which they come from."""
+    return left == right or "unknown" in (left, right)
+
+
+def _check_places(path: Path, places: Places, slide: Slide) -> None:
+    # One tile may hang over the edge; a whole one outside belongs to another slide.
+    low, high = places.xy.min(axis=0), places.xy.max(axis=0)
+    info = slide.info
+    outside = high[0] >= info.width or high[1] >= info.height
+    if outside or (low < -places.grid.side).any():
+        raise DataError(
+            f"{path.name}: tiles at {tuple(low.tolist())} to {tuple(high.tolist())} leave "
+            f"{info.path.name} ({info.width} x {info.height} px); the features are another slide's"
+        )
+
+
 def decide(score: float | None, *, card: ModelCard) -> str:
     """The word for a slide's score at the card's operating point."""
     if score is None:
@@ -132,7 +205,7 @@ def _metastasis(
     for batch in batched((tile for tile in stream if tile.kept), config.batch):
         pixels = torch.from_numpy(np.stack([tile.rgb for tile in batch]))
         probability = model(to_unit(pixels)).sigmoid().reshape(-1)
-        for tile, value in zip(batch, probability.tolist(), strict=True):
+        for tile, value in zip(batch, _finite(probability).tolist(), strict=True):
             values[tile.row, tile.column] = value
     found = values[~np.isnan(values)]
     heat = HeatMap(values=values, grid=grid, low=0.0, high=1.0, label="probability of tumour")
@@ -173,7 +246,7 @@ def _gleason(
     for index in range(config.shifts):
         shift = index * board.tiles // config.shifts
         pixels = fixed_board(stack.pixels, config=board, shift=shift)
-        scores.append(float(loss.score(model(_batch(pixels)))[0]))
+        scores.append(float(_finite(loss.score(model(_batch(pixels))))[0]))
     return heat, float(np.mean(scores)), count, rule
 
 
@@ -187,8 +260,18 @@ def _tile_grades(
     logits = network.logit_map(inner.correction(_batch(pixels)))
     # One average per place on the board.
     places = nn.functional.adaptive_avg_pool2d(logits, board.side)[0].flatten(1).T
-    grades = grade_loss(card).score(places)
+    grades = _finite(grade_loss(card).score(places))
     return iter(grades[: len(tiles)].tolist())
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """``scores`` as they are; DataError where one is NaN, which a map would show as glass."""
+    if not bool(torch.isfinite(scores).all()):
+        raise DataError(
+            "the model's scores are not finite: its weights are damaged, or its training diverged; "
+            "train it again"
+        )
+    return scores
 
 
 def _batch(pixels: NDArray[np.uint8]) -> Tensor:

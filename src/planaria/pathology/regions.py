@@ -16,8 +16,9 @@ from PIL import Image
 from planaria.errors import ConfigError
 from planaria.pathology.slides import Level, Pixels, Slide
 
-MAX_READ = 2048
-"""Pixels along one side of what is read from a level at once: bounds memory at 16 MiB (RGBA)."""
+MAX_READ = 1024
+"""Pixels along one side of what is read from a level at once: bounds memory at some 4 MiB and a few
+copies of it, whatever the slide's size."""
 SAME = 1.01
 """A level within 1 % of the wished resolution is taken for it: scanners state 0.499 for 0.5."""
 

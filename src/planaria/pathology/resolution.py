@@ -12,12 +12,19 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from planaria.errors import ConfigError
+
 MIN_MPP = 0.05
 """µm/px. A 100x oil objective on a 5 µm sensor gives 0.05; nothing scans finer."""
 MAX_MPP = 20.0
 """µm/px. Coarser than any slide thumbnail that still shows glands; 72 dpi would be 352.8."""
 MAX_ANISOTROPY = 1.1
 """Ratio of the two axes above which tiles would be visibly stretched; scanners stay below 1.01."""
+
+MAX_TILE_MPP = 200.0
+"""µm/px of a tile: a whole biopsy in a few pixels."""
+MAX_TILE_PX = 8192
+"""Pixels along a tile's side: 200 MB, of which some copies are made."""
 
 _MIRAX = "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL"
 _CM_PER_UNIT = {"centimeter": 1.0, "centimetre": 1.0, "cm": 1.0, "inch": 2.54}
@@ -62,6 +69,17 @@ def refuse(x: float, y: float) -> str | None:
     if max(x, y) / min(x, y) > MAX_ANISOTROPY:
         return f"{x:.4g} x {y:.4g} µm/px: the axes differ by more than 10 %"
     return None
+
+
+def check_tile(px: int, mpp: float) -> None:
+    """ConfigError where ``px`` pixels at ``mpp`` µm/px cannot be a tile."""
+    if px < 1 or not mpp > 0:
+        raise ConfigError(f"tiles of {px} px at {mpp} µm/px: both must be positive")
+    if px > MAX_TILE_PX or not MIN_MPP <= mpp <= MAX_TILE_MPP:
+        raise ConfigError(
+            f"tiles of {px} px at {mpp:g} µm/px: at most {MAX_TILE_PX} px, {MIN_MPP:g} to "
+            f"{MAX_TILE_MPP:g} µm/px"
+        )
 
 
 def choose_resolution(
@@ -109,12 +127,12 @@ def openslide_candidates(properties: Mapping[str, str]) -> list[tuple[str, float
     )
     found: list[tuple[str, float, float]] = []
     for key_x, key_y in pairs:
-        x, y = _number(properties.get(key_x)), _number(properties.get(key_y))
+        x, y = number(properties.get(key_x)), number(properties.get(key_y))
         if x is not None and y is not None:
             found.append((key_x, x, y))
     x, y = (
-        _number(properties.get("tiff.XResolution")),
-        _number(properties.get("tiff.YResolution")),
+        number(properties.get("tiff.XResolution")),
+        number(properties.get("tiff.YResolution")),
     )
     if x is not None and y is not None:
         found += tag_candidates(x, y, unit=properties.get("tiff.ResolutionUnit", "inch"))
@@ -129,7 +147,8 @@ def tag_candidates(x: float, y: float, *, unit: str) -> list[tuple[str, float, f
     return [(f"tag {x:g} px/{unit.lower()}", 1e4 * centimetres / x, 1e4 * centimetres / y)]
 
 
-def _number(text: str | None) -> float | None:
+def number(text: str | None) -> float | None:
+    """What a property says, a decimal comma taken for a point; None where it is no number."""
     if text is None:
         return None
     try:

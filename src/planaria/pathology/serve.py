@@ -64,7 +64,7 @@ class Viewer:
         self._lock = threading.Lock()
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, viewer=self))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise DataError(f"port {port} cannot be used ({error}); choose another") from error
         self._thread: threading.Thread | None = None
 

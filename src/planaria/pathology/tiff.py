@@ -42,11 +42,13 @@ class TiffFacts:
 def inspect_tiff(path: Path) -> TiffFacts:
     """Facts of the first page; DataError where its pixels are not 8-bit RGB."""
     try:
-        with tifffile.TiffFile(path) as file:
+        with path.open("rb") as handle, tifffile.TiffFile(handle) as file:
             page = file.pages.first
             _refuse_page(path, page)
             return TiffFacts(hidden_levels=bool(page.subifds))
-    except (tifffile.TiffFileError, OSError, ValueError, IndexError, KeyError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged header makes tifffile raise what it likes
         raise DataError(_damaged(path, error)) from error
 
 
@@ -54,14 +56,19 @@ class TiffSlide:
     """A TIFF pyramid read page by page. Use :func:`planaria.pathology.slides.open_slide`."""
 
     def __init__(self, path: Path, *, mpp: float | None, notes: tuple[str, ...] = ()) -> None:
+        # Opened here: where tifffile fails it leaves a file open that it has opened itself.
+        self._handle = path.open("rb")
         try:
-            self._file = tifffile.TiffFile(path)
+            self._file = tifffile.TiffFile(self._handle)
             series = self._file.series[0]
             self._pages = [level.keyframe for level in series.levels]
-        except (tifffile.TiffFileError, OSError, ValueError, IndexError, KeyError) as error:
+            for page in self._pages:
+                _refuse_page(path, page)
+        except Exception as error:  # a damaged header makes tifffile raise what it likes
+            self._handle.close()
+            if isinstance(error, DataError):
+                raise
             raise DataError(_damaged(path, error)) from error
-        for page in self._pages:
-            _refuse_page(path, page)
         first = self._pages[0]
         levels = tuple(
             Level(
@@ -113,12 +120,12 @@ class TiffSlide:
 
     def _segment(self, page: tifffile.TiffPage, index: int) -> Pixels:
         """One decoded tile or strip, [h, w, 3]."""
-        offset, count = page.dataoffsets[index], page.databytecounts[index]
-        if count == 0:
-            # Writers leave out tiles that were never scanned.
-            return np.full((1, 1, 3), 255, dtype=np.uint8)
         handle = self._file.filehandle
         try:
+            offset, count = page.dataoffsets[index], page.databytecounts[index]
+            if count == 0:
+                # Writers leave out tiles that were never scanned.
+                return np.full((1, 1, 3), 255, dtype=np.uint8)
             handle.seek(offset)
             data = handle.read(count)
             if len(data) != count:
@@ -141,6 +148,7 @@ class TiffSlide:
     def close(self) -> None:
         """See :class:`planaria.pathology.slides.Slide`."""
         self._file.close()
+        self._handle.close()
 
 
 def _refuse_page(path: Path, page: tifffile.TiffPage) -> None:
@@ -151,12 +159,23 @@ def _refuse_page(path: Path, page: tifffile.TiffPage) -> None:
         raise DataError(f"{name}: {bits} bits per sample; convert it to 8-bit RGB")
     if page.photometric == tifffile.PHOTOMETRIC.SEPARATED:
         raise DataError(f"{name}: CMYK (a print export); convert it to sRGB")
+    if page.samplesperpixel == 1:
+        raise DataError(f"{name}: grey (1 channel); stains need colour: export RGB")
     if page.samplesperpixel not in (3, 4):
-        raise DataError(
-            f"{name}: grey ({page.samplesperpixel} channel); stains need colour: export RGB"
-        )
+        raise DataError(f"{name}: {page.samplesperpixel} channels; export the stain as RGB")
+    if page.photometric not in (tifffile.PHOTOMETRIC.RGB, tifffile.PHOTOMETRIC.YCBCR):
+        kind = getattr(page.photometric, "name", page.photometric)
+        raise DataError(f"{name}: colours are {kind}; convert it to RGB")
     if page.planarconfig != tifffile.PLANARCONFIG.CONTIG:
         raise DataError(f"{name}: planes stored apart; save it with interleaved RGB")
+    sides = (page.imagewidth, page.imagelength) + (
+        (page.tilewidth, page.tilelength) if page.is_tiled else (page.rowsperstrip,)
+    )
+    if min(sides) < 1:
+        raise DataError(
+            f"{name}: an image of {page.imagewidth}x{page.imagelength} px; the file is damaged: copy "
+            "it again"
+        )
     segment = (
         page.tilewidth * page.tilelength if page.is_tiled else (page.imagewidth * page.rowsperstrip)
     )

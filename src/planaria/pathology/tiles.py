@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw
 from planaria.errors import ConfigError
 from planaria.pathology.files import atomic
 from planaria.pathology.regions import read_tile, thumbnail
+from planaria.pathology.resolution import check_tile
 from planaria.pathology.slides import Pixels, Slide, SlideInfo
 from planaria.pathology.tissue import (
     TissueConfig,
@@ -47,8 +48,7 @@ class TileConfig:
     """``pad`` fills tiles that leave the slide with white; ``drop`` leaves them out."""
 
     def __post_init__(self) -> None:
-        if self.px < 1 or not self.mpp > 0:
-            raise ConfigError(f"tiles of {self.px} px at {self.mpp} µm/px: both must be positive")
+        check_tile(self.px, self.mpp)
         if not 0 <= self.overlap < self.px:
             raise ConfigError(f"overlap is {self.overlap}; it must be 0 to {self.px - 1}")
         if self.edge not in ("pad", "drop"):

@@ -26,6 +26,9 @@ ndimage: Any = scipy_ndimage
 
 Mask = NDArray[np.bool_]
 
+_STRIP = 128
+"""Rows of an overview that are worked on at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TissueConfig:
@@ -33,7 +36,7 @@ class TissueConfig:
 
     mpp: float = 8.0
     """µm/px at which the slide's mask is made; a gland is some ten pixels wide."""
-    max_px: int = 2048
+    max_px: int = 1536
     """Longest side of the mask; a larger slide gets a coarser mask, so memory stays flat."""
     saturation_floor: float = 0.06
     """Otsu's threshold is not taken below this; glass scans at up to 0.05."""
@@ -60,6 +63,11 @@ class TissueConfig:
         for name in ("mpp", "max_px", "min_area_um2", "max_hole_um2"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        if not (self.mpp <= 1000 and self.max_px <= 8192):
+            raise ConfigError(
+                f"an overview at {self.mpp:g} µm/px of at most {self.max_px} px; not above 1000 µm/px "
+                "and 8192 px"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +149,22 @@ def tissue_map(slide: Slide, *, config: TissueConfig | None = None) -> TissueMap
 
 def map_pixels(rgb: Pixels, *, downsample: float, mpp: float, config: TissueConfig) -> TissueMap:
     """The tissue in an overview ``rgb`` [H, W, 3] of ``mpp`` µm/px. See :func:`tissue_map`."""
-    sat = saturation(rgb)
-    dark = dark_mask(rgb, dark=config.dark)
-    pen = pen_mask(rgb) if config.pen else np.zeros_like(dark)
+    sat = np.empty(rgb.shape[:2], dtype=np.float32)
+    dark, pen = np.empty(rgb.shape[:2], dtype=bool), np.zeros(rgb.shape[:2], dtype=bool)
+    # In strips: what these make on the way takes ten times the memory of what they give.
+    for top in range(0, len(rgb), _STRIP):
+        rows = slice(top, top + _STRIP)
+        sat[rows] = saturation(rgb[rows])
+        dark[rows] = dark_mask(rgb[rows], dark=config.dark)
+        if config.pen:
+            pen[rows] = pen_mask(rgb[rows])
     if config.pen and pen.any():
         # The rim of a stroke is mixed with glass or tissue and has neither's colour.
         pen = ndimage.binary_dilation(pen, iterations=max(round(24 / mpp), 1))
     usable = ~(dark | pen)
     threshold = choose_threshold(sat[usable], config=config)
     mask = (sat > threshold) & usable
+    del sat
     # Beyond the border there may be more tissue: eroding must not eat it from there.
     mask = ndimage.binary_dilation(ndimage.binary_erosion(mask, border_value=1))
     mask = ndimage.binary_dilation(mask, iterations=2)
@@ -190,7 +205,9 @@ def drop_small(mask: Mask, *, area: float) -> Mask:
     labels, count = ndimage.label(mask)
     if count == 0:
         return mask
-    sizes = np.bincount(labels.ravel())
+    sizes = np.zeros(count + 1, dtype=np.int64)
+    for top in range(0, len(labels), _STRIP):  # bincount copies what it counts, at twice the width
+        sizes += np.bincount(labels[top : top + _STRIP].ravel(), minlength=count + 1)
     keep = sizes >= area
     keep[0] = False
     return keep[labels]

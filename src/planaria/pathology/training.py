@@ -142,6 +142,8 @@ def average_statistics(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers = [b for b in model.buffers() if b.is_floating_point()]
+    if not buffers:  # a head over features
+        return
     flat = torch.cat([b.reshape(-1) for b in buffers])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()

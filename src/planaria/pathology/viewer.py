@@ -167,10 +167,11 @@ def _heat_image(heat: HeatMap) -> str | None:
     if np.isnan(heat.values).all():
         return None
     # The browser smooths when it enlarges: cells of several pixels keep their edges.
-    repeat = max(min(16, 4096 // max(heat.values.shape)), 1)
-    rgba = np.kron(heat.rgba(), np.ones((repeat, repeat, 1), dtype=np.uint8))
+    repeat = max(min(16, 2048 // max(heat.values.shape)), 1)
+    size = (heat.grid.columns * repeat, heat.grid.rows * repeat)
     out = io.BytesIO()
-    Image.fromarray(rgba).save(out, format="PNG")
+    image = Image.fromarray(heat.rgba()).resize(size, Image.Resampling.NEAREST)
+    image.save(out, format="PNG")
     return _data_url(out.getvalue(), kind="png")
 
 

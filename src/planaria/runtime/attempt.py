@@ -59,6 +59,7 @@ class Attempt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        self._run._leave()
         if error is not None and not isinstance(error, Exception):
             return False
         if isinstance(error, SkippedStepError):

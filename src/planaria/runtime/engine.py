@@ -25,6 +25,7 @@ from planaria.runtime.control.member import Whereabouts
 from planaria.runtime.inject import Injector
 from planaria.runtime.launch.worker import WorkerContext
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.rng import Rng
 from planaria.runtime.messages import (
     AllCommitted,
     Assign,
@@ -88,6 +89,7 @@ class Engine:
         self._broke_at = 0.0
         self._saved_at = -1
         self._versions: tuple[int, ...] = ()
+        self._mark = 0
         self.parts: Parts
         self.protection: Protection
         self.durable: durable.DurableCheckpoints
@@ -123,6 +125,8 @@ class Engine:
             step=self.attempting,
             collective=self.domain.entered,
             inside=self.domain.outstanding > 0,
+            waiting=self.seat.waiting or (hasattr(self, "protection") and self.protection.waiting),
+            moved=self.context.data.access.moved.total,
         )
 
     def _on_failure(self, epoch: int, reason: str) -> None:
@@ -261,7 +265,9 @@ class Engine:
                 "count samples; rename it"
             )
         self.parts = Parts({**made, SAMPLES: self.tally}, shard=self.shard, world=self.world)
-        self.durable = durable.DurableCheckpoints(self._out, self.parts, group=saving)
+        self.durable = durable.DurableCheckpoints(
+            self._out, self.parts, group=saving, member=self.domain.member
+        )
         self.protection = Protection(
             self.parts,
             shard=self.shard,
@@ -315,8 +321,9 @@ class Engine:
     def before_change(self) -> None:
         """A boundary after which the script may change what is being copied."""
         if self.started:
-            self.domain_check()
+            # Also where a peer is lost: a body that is entered nevertheless may change things.
             self.waited += self.protection.wait_copied()
+            self.domain_check()
 
     def _before_optimizer(self) -> None:
         if not self.started:
@@ -353,7 +360,7 @@ class Engine:
         if (due or asked) and self.generation > self._saved_at:
             self.save()
         if wanted is not None and asked and wanted.then_stop:
-            self.durable.wait()
+            self.settle()
             if self.seat.wait_end(self.domain.epoch) is None:
                 raise EpochSuperseded("a worker was lost while the last checkpoint was published")
             self.seat.check()
@@ -370,7 +377,7 @@ class Engine:
         self._versions = self.parts.versions()
         if self.protects(step):
             self.waited += self.protection.capture(step, epoch=self.domain.epoch)
-        self._versions = self.parts.versions()
+        self._stand()
         self.member.send(
             Progress(
                 epoch=self.domain.epoch,
@@ -407,7 +414,7 @@ class Engine:
             )
 
         self.member.send(Progress(epoch=epoch, step=self.attempting, phase="checkpoint"))
-        self.durable.save(generation, told, epoch=epoch)
+        self.durable.save(generation, told, epoch=epoch, check=self.domain_check)
         self.member.send(Progress(epoch=epoch, step=self.attempting, phase="step"))
 
     # ------------------------------------------------------------------ recovery
@@ -451,11 +458,24 @@ class Engine:
         if generation not in self.protection.captured():
             self.protection.capture(generation, epoch=plan.epoch)
             self.protection.wait_copied()
-        self._versions = self.parts.versions()
+        self._stand()
         self.protection.direct(plan)
 
+    def _stand(self) -> None:
+        self._versions = self.parts.versions()
+        self._mark = Rng().mark()
+
+    @property
+    def drew(self) -> bool:
+        """Whether a global generator was used since the state was captured."""
+        return Rng().mark() != self._mark
+
+    def settle(self) -> None:
+        """Wait until what this epoch writes to the disk is there; a boundary."""
+        self.durable.wait(self.domain.epoch, check=self.domain_check)
+
     def close(self) -> None:
-        self.durable.wait()
+        self.durable.wait(self.domain.epoch)
         self.protection.close()
         self.domain.close()
 

@@ -129,6 +129,10 @@ class Pong(Message, frozen=True):
     """How many collectives this worker has entered in this epoch."""
     inside: bool
     """Whether the training thread waits in one."""
+    waiting: bool = False
+    """Whether it waits for protection: until older generations are committed for all."""
+    moved: int = 0
+    """Bytes of state that this worker has sent and received; grows while a transfer goes on."""
 
 
 class Broke(Message, frozen=True):
@@ -136,6 +140,8 @@ class Broke(Message, frozen=True):
 
     epoch: int
     reason: str
+    generation: int | None = None
+    """Its copy could not be sent to the holder, which is tried again; None: a group failed."""
 
 
 class Injected(Message, frozen=True):

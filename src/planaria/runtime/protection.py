@@ -50,6 +50,8 @@ class Protection:
         """Epoch in which nothing is held any more but what this worker is the holder of."""
         self._newest = 0
         """Generation whose capture or send is under way, for injected faults."""
+        self.waiting = False
+        """Whether the training thread may be waiting for a slot, until others have committed."""
         self._start()
 
     def _start(self) -> None:
@@ -77,7 +79,13 @@ class Protection:
         EpochSuperseded where ``epoch`` is over, :class:`RunError` where the generation has a slot.
         """
         self._newest = generation
-        taken = self._capture.capture(self._parts, generation=generation, epoch=epoch, wait=None)
+        self.waiting = True
+        try:
+            taken = self._capture.capture(
+                self._parts, generation=generation, epoch=epoch, wait=None
+            )
+        finally:
+            self.waiting = False
         if not taken.taken:
             raise RunError(
                 f"generation {generation} of shard {self._shard} was captured before "
@@ -104,12 +112,14 @@ class Protection:
             )
         )
 
-    def _failed(self, epoch: int, error: Exception) -> None:
+    def _failed(self, epoch: int, generation: int, error: Exception) -> None:
         """The holder of ``epoch`` cannot be reached: if it is lost, the coordinator will say so.
         Sending thread.
         """
         if isinstance(error, CommError):
-            self._member.send(Broke(epoch=epoch, reason=f"replication: {error}"))
+            self._member.send(
+                Broke(epoch=epoch, reason=f"replication: {error}", generation=generation)
+            )
             return
         self._member.failed(f"shard {self._shard} cannot be protected: {error}")
 

@@ -136,10 +136,11 @@ class Recovery:
         engine.protection.enter(plan)
         if engine.domain.epoch != plan.epoch or engine.domain.mode is not Mode.LIVE:
             self._align(plan)
-            # A checkpoint of the epoch before may still go to the disk. Its collectives return at
-            # once as long as the groups are broken; over the new ones they would meet others.
-            engine.durable.wait()
             engine.domain.rebuild(plan.epoch)
+            for part in engine.parts.optimizers.values():
+                # On every worker, also where nothing has to be restored: what was under way on the
+                # old groups is begun again by all or by none.
+                part.abandon()
         clock.lap("rebuild")
         if plan.rollback:
             engine.protection.forget()

@@ -38,6 +38,7 @@ from planaria.runtime.attempt import Attempt, agree
 from planaria.runtime.engine import Engine
 from planaria.runtime.launch import worker
 from planaria.runtime.memory.parts import Parts
+from planaria.runtime.memory.rng import Rng
 from planaria.runtime.messages import Finished, Progress, Ready
 from planaria.runtime.tally import SAMPLES, Tally
 
@@ -170,6 +171,8 @@ class Run:
         self._step = 0
         self._dirty_alone = False
         self._buffers: list[tuple[Any, Any]] = []
+        self._inside = False
+        self._warned = False
         self._ended = False
         self._result: dict[str, float] = {}
         self._values = parts.given
@@ -233,20 +236,24 @@ class Run:
         """Say that what follows takes longer than a step by nature: evaluation, checkpoint, compile.
 
         The limit after which a worker counts as hung is a longer one inside. ``name`` is evaluation,
-        checkpoint, compile or data; another one raises :class:`ConfigError`.
+        checkpoint, compile or data; another one raises :class:`ConfigError`. Between attempts, what is
+        drawn from Python's, NumPy's and torch's own generators inside leaves no trace (except in
+        data): it would not be drawn again after a swap.
         """
         if name not in _LONG:
             raise ConfigError(f"phase is {name!r}: give {', '.join(_LONG[:-1])} or {_LONG[-1]}")
         engine = self._engine
-        if engine is None:
-            yield
-            return
-        epoch = engine.domain.epoch
-        engine.member.send(Progress(epoch=epoch, step=engine.attempting, phase=name))
+        epoch = 0 if engine is None else engine.domain.epoch
+        generators = None if self._inside or name == "data" else Rng().state_dict()
+        if engine is not None:
+            engine.member.send(Progress(epoch=epoch, step=engine.attempting, phase=name))
         try:
             yield
         finally:
-            engine.member.send(Progress(epoch=epoch, step=engine.attempting, phase="step"))
+            if generators is not None:
+                Rng().load_state_dict(generators)
+            if engine is not None:
+                engine.member.send(Progress(epoch=epoch, step=engine.attempting, phase="step"))
 
     def on_swap(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this worker after each swap, before training goes on.
@@ -279,7 +286,7 @@ class Run:
                     value = duty()
                 engine.domain_check()
                 engine.tell()
-                engine.durable.wait()
+                engine.settle()
                 if self._finish():
                     self._ended = True
                     return value
@@ -332,6 +339,7 @@ class Run:
             self._engine.domain_check()
 
     def _begin(self, attempt: Attempt) -> None:
+        self._inside = True
         if self.on_nonfinite == "skip":
             self._buffers = [
                 (buffer, buffer.detach().clone())
@@ -343,13 +351,26 @@ class Run:
             return
         engine.attempting = attempt.step
         engine.waited, engine.waiting = engine.waiting, 0.0
-        engine.domain_check()
         if not self._parts.optimizers:
             engine.untouched = False
             # Without an optimizer of torch's nobody tells when the state begins to change.
             engine.dirty = True
             engine.before_change()
+        engine.domain_check()
+        if not self._warned and engine.drew:
+            self._warned = True
+            log.warning(
+                "random numbers were drawn from the process's own generators before the attempt of "
+                "step %d: after a swap they are set back and not drawn again, and the run ends "
+                "otherwise than an undisturbed one; draw inside the attempt, from a generator of "
+                "your own, or within run.phase('evaluation')",
+                attempt.step,
+            )
         engine.at("data")
+
+    def _leave(self) -> None:
+        """The attempt is over, well or not."""
+        self._inside = False
 
     def _end(self, attempt: Attempt, *, seconds: float) -> None:
         if attempt.skipped:
@@ -372,6 +393,9 @@ class Run:
             self._engine.commit(attempt.step, seconds=seconds)
 
     def _drop_gradients(self) -> None:
+        for part in self._parts.optimizers.values():
+            # Not the gradients alone: an optimizer may have them on their way already.
+            part.optimizer.zero_grad()
         for module in self._parts.modules.values():
             for parameter in module.parameters():
                 parameter.grad = None

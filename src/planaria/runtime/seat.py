@@ -29,6 +29,8 @@ class Seat:
         """Newest generation that is committed for all shards."""
         self.stop: Stop | None = None
         self.save: SaveDurable | None = None
+        self.waiting = False
+        """Whether the training thread waits for a generation to be committed for all."""
 
     # ------------------------------------------------------------------ control thread
 
@@ -105,7 +107,11 @@ class Seat:
 
     def wait_committed(self, generation: int, epoch: int) -> None:
         """Until ``generation`` is committed for all; raises :class:`EpochSuperseded` on a break."""
-        self._wait(lambda: self.committed >= generation or self.epoch > epoch, None)
+        self.waiting = self.committed < generation
+        try:
+            self._wait(lambda: self.committed >= generation or self.epoch > epoch, None)
+        finally:
+            self.waiting = False
         if self.committed < generation:
             raise EpochSuperseded(f"epoch {epoch} is over: epoch {self.epoch} exists")
 

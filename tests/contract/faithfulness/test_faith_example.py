@@ -11,12 +11,14 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "faith_small_model.py"
 
 
-def test_a_model_of_ones_own_is_sampled_and_scored() -> None:
+@pytest.mark.timeout(300)  # ten seconds; the bound is for a busy machine
+def test_what_the_recipe_trained_is_sampled_and_scored() -> None:
     pytest.importorskip("inspect_ai")
     pytest.importorskip("transformers")
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "held-out loss" in done.stdout + done.stderr
     assert "4/4 chains" in done.stderr
     assert "majority" in done.stdout

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau,
 
 from planaria.errors import ConfigError
 from planaria.optim import AdamS
+from planaria.optim.adams import BLOCK, SMALL, update_all
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -117,13 +118,28 @@ def test_foreach_matches_forloop(dtype: torch.dtype) -> None:
 
 def test_blocks_match_the_whole() -> None:
     torch.manual_seed(0)
-    whole = nn.Parameter(torch.randn(300, 400))
+    # Two blocks and a part of one.
+    whole = nn.Parameter(torch.randn(BLOCK // 200, 450))
     turned = nn.Parameter(whole.detach().clone().t().contiguous().t())
     assert not turned.is_contiguous()
     a, b = AdamS([whole], lr=1e-2), AdamS([turned], lr=1e-2)
     run([whole], a, range(3))
     run([turned], b, range(3))
     assert torch.equal(whole, turned)
+
+
+def test_a_scale_is_that_of_the_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (5, SMALL, SMALL + 1, BLOCK + 7)
+    ws, gs, ms = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(3))
+    twins = [w.clone() for w in ws], [g * 0.3 for g in gs], [m.clone() for m in ms]
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    kept = [g.clone() for g in gs]
+    update_all(ws, gs, ms, scale=0.3, **options)
+    update_all(*twins, **options)
+    for a, b in zip((*ws, *ms), (*twins[0], *twins[2]), strict=True):
+        assert torch.equal(a, b)
+    assert all(map(torch.equal, gs, kept))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

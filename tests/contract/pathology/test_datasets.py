@@ -41,6 +41,7 @@ from planaria.pathology.slides import open_slide
 from planaria.pathology.synthetic.node import patch
 from planaria.pathology.synthetic.prostate import BiopsyConfig
 from planaria.pathology.synthetic.tree import write_tree
+from planaria.recipes.metastasis import MetastasisConfig, prepare
 
 PANDA_ROWS = [
     ("a" * 32, "karolinska", "0", "0+0"),
@@ -205,11 +206,23 @@ def test_wrong_pcam_files(tmp_path: Path) -> None:
     assert f"{stem}_meta.csv is missing: slides are unknown" in found.remarks
     with h5py.File(tmp_path / f"{stem}_y.h5", "w") as file:
         file["labels"] = np.zeros(3)
-    with pytest.raises(DataError, match=f"{stem}_y.h5: holds no 'y', only labels"):
+    with pytest.raises(DataError, match=f"{stem}_y.h5: holds no array 'y', only labels"):
         load_pcam(tmp_path, split="train")
     with h5py.File(tmp_path / f"{stem}_y.h5", "w") as file:
         file["y"] = np.zeros((3, 1, 1, 1), np.uint8)
     with pytest.raises(DataError, match="3 labels for 8 patches"):
+        load_pcam(tmp_path, split="train")
+    with h5py.File(tmp_path / f"{stem}_y.h5", "w") as file:
+        file["y"] = np.full((8, 1, 1, 1), np.nan)
+    with pytest.raises(DataError, match=f"{stem}_y.h5: y holds float64; expected whole numbers"):
+        load_pcam(tmp_path, split="train")
+    with h5py.File(tmp_path / f"{stem}_y.h5", "w") as file:
+        file.create_group("y")
+    with pytest.raises(DataError, match=f"{stem}_y.h5: holds no array 'y', only y"):
+        load_pcam(tmp_path, split="train")
+    with h5py.File(tmp_path / f"{stem}_x.h5", "w") as file:
+        file["x"] = np.zeros((8, 96, 96, 3), np.uint16)
+    with pytest.raises(DataError, match=f"{stem}_x.h5: x holds uint16; expected 8-bit pixels"):
         load_pcam(tmp_path, split="train")
     (tmp_path / f"{stem}_x.h5").write_text("no")
     with pytest.raises(DataError, match=f"{stem}_x.h5: not an HDF5 file"):
@@ -261,6 +274,38 @@ def test_wrong_kaggle_rows(tmp_path: Path) -> None:
     small = Record(id="s", label=0, path=folder / "train" / f"{1:040x}.tif")
     with pytest.raises(DataError, match=r"1.tif: 50x50 px; expected 96 px"):
         FilePatches([small])[0]
+    with pytest.raises(DataError, match=r"1.tif: 50x50 px; expected 96 px"):
+        hash_files([small], px=96)
+    write_csv(folder / "train_labels.csv", KAGGLE.columns, [("../up", "1")])
+    _, found = load_kaggle(folder)
+    assert found.errors[0] == "train_labels.csv line 2: id '../up' is no file name"
+    (folder / "train_labels.csv").write_bytes(b"id,label\n\xff,1\n")
+    with pytest.raises(DataError, match=r"train_labels\.csv: not a CSV in UTF-8 \("):
+        load_kaggle(folder)
+
+
+def test_a_few_slides_are_split_as_evenly_as_they_allow(tmp_path: Path) -> None:
+    names = [f"a{i}" for i in range(48)]
+    rng = np.random.default_rng(0)
+    (tmp_path / "train").mkdir()
+    for name in names:
+        noise = rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / "train" / f"{name}.tif")
+    write_csv(
+        tmp_path / "train_labels.csv",
+        KAGGLE.columns,
+        [(name, str(i % 2)) for i, name in enumerate(names)],
+    )
+    slides = [(name, f"s{i // 12}") for i, name in enumerate(names)]
+    write_csv(tmp_path / "patch_id_wsi.csv", ("id", "wsi"), slides)
+    found = prepare(MetastasisConfig(data=str(tmp_path), out=tmp_path / "out"))
+    assert found.test is not None
+    groups = [set(part.groups) for part in (found.train, found.valid, found.test)]
+    assert [len(group) for group in groups] == [2, 1, 1]
+    assert len(set.union(*groups)) == 4
+    write_csv(tmp_path / "train_labels.csv", KAGGLE.columns, [(name, "1") for name in names])
+    with pytest.raises(DataError, match="the train part holds one class only; more slides are"):
+        prepare(MetastasisConfig(data=str(tmp_path), out=tmp_path / "out"))
 
 
 def test_a_table_of_images(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.chains import Chain
+from planaria.faithfulness.commands import main
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.embedded import embedded_folder, find_gguf, local_scorer
 from planaria.faithfulness.judges.likelihood import (
@@ -140,11 +143,34 @@ def test_the_embedded_model_says_how_to_be_installed(monkeypatch: pytest.MonkeyP
         local_scorer("/nowhere")
 
 
-def test_the_embedded_model_prefers_what_follows() -> None:
+@pytest.fixture
+def embedded() -> None:
+    """Skips where ``make setup`` could not fetch the file."""
     try:
         find_gguf()
     except DataError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.timeout(300)  # five seconds; the bound is for a busy machine
+@pytest.mark.usefixtures("embedded")
+def test_the_embedded_judge_and_its_panel_from_the_command_line(tmp_path: Path) -> None:
+    options = ["score", "demo", "--judge", "calculator+embedded", "--limit", "1"]
+    options += ["--splits", "1", "--horizon", "1", "--out", str(tmp_path / "r")]
+    assert main(options) == 0
+    lines = (tmp_path / "r" / "scores.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 3
+    said = [row["supports"][0]["reason"] for row in rows]
+    assert all("calculator: 6 is the last" in s and "the chain adds" in s for s in said[:2])
+    # The model is asked about paraphrases, too; arithmetic alone would not be.
+    assert all(c["verdicts"] for row in rows for c in row["contrasts"] if c["control_of"])
+    assert [row["breaks_at"] for row in rows][:2] == [None, 0]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("embedded")
+def test_the_embedded_model_prefers_what_follows() -> None:
     judge = LikelihoodJudge(local_scorer(embedded_folder()), name="embedded")
     good, bad = ("So 3 + 4 = 7.",), ("So 3 + 4 = 9.",)
     request = Compare(question="Ann has 3 eggs and buys 4. How many?", prefix=(), a=good, b=bad)

@@ -1,6 +1,7 @@
 """Real gloo groups of a few processes for the tests of the optimizers.
 
-Processes are forked from a server that has torch loaded, which takes .1 s each instead of 3 s.
+Processes are forked from a server that has torch loaded, which takes .1 s each instead of 3 s, and
+do one case after the other, each in a process group of its own.
 """
 
 from __future__ import annotations
@@ -31,26 +32,83 @@ class Raised:
     message: str
 
 
-def _worker(
-    pipe: Connection, rank: int, world: int, path: str, function: Callable[..., Any], args: Any
-) -> None:
+def _worker(pipe: Connection) -> None:
+    """Does one case after the other, each in a process group of its own, until the pipe ends."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=SECONDS / 3),
-    )
-    try:
-        found: Any = function(rank, world, *args)
-    except Exception as error:
-        found = Raised(type(error).__name__, str(error))
-    pipe.send_bytes(pickle.dumps(found))
-    pipe.close()
-    dist.destroy_process_group()
+    while True:
+        try:
+            function, rank, world, path, args = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{path}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=SECONDS / 3),
+        )
+        try:
+            found: Any = function(rank, world, *args)
+        except Exception as error:
+            found = Raised(type(error).__name__, str(error))
+        dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(found))
+
+
+class Pool:
+    """Processes that are started once for all cases; ended where one of them hangs or dies."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        """As :func:`run`."""
+        self._grow(world)
+        ends = [end for _, end in self._workers[:world]]
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "store")
+            for rank, end in enumerate(ends):
+                end.send_bytes(pickle.dumps((function, rank, world, path, args)))
+            found: list[Any] = []
+            try:
+                for rank, end in enumerate(ends):
+                    if not wait([end], timeout=SECONDS):
+                        raise AssertionError(
+                            f"worker {rank} of {world} hangs in {function.__name__}"
+                        )
+                    try:
+                        found.append(pickle.loads(end.recv_bytes()))
+                    except (EOFError, ConnectionResetError):
+                        raise AssertionError(f"worker {rank} of {world} died") from None
+            except BaseException:
+                self.close()
+                raise
+        return found
+
+    def _grow(self, world: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.fsdp", "planaria.optim.scape", "planaria.optim.sharded"]
+        )
+        while len(self._workers) < world:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, mine))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process, end in self._workers:
+            end.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+POOL = Pool()
 
 
 def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -58,37 +116,7 @@ def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 
     An exception of a worker is returned as :class:`Raised`; a worker that hangs fails the test.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "planaria.optim.scape"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "store")
-        ends: list[Connection] = []
-        processes = []
-        for rank in range(world):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_worker, args=(theirs, rank, world, path, function, args), daemon=True
-            )
-            process.start()
-            theirs.close()
-            ends.append(mine)
-            processes.append(process)
-        found: list[Any] = []
-        try:
-            for rank, end in enumerate(ends):
-                if not wait([end], timeout=SECONDS):
-                    raise AssertionError(f"worker {rank} of {world} hangs in {function.__name__}")
-                try:
-                    found.append(pickle.loads(end.recv_bytes()))
-                except EOFError:
-                    raise AssertionError(f"worker {rank} of {world} died") from None
-        finally:
-            for process in processes:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-    return found
+    return POOL.run(function, world, *args)
 
 
 def good(found: list[Any]) -> list[Any]:

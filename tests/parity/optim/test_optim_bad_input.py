@@ -10,6 +10,8 @@ import pytest
 import torch
 from optim_worlds import Raised, give, good, gradients, parameters, run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from planaria.errors import PlanariaError
 from planaria.optim import AdamS, Scape, ScapeOptions, Sharded
@@ -29,10 +31,10 @@ def layer() -> list[nn.Parameter]:
         ({"density": math.nan}, "density is nan; give a share of the weights in (0, 1]"),
         ({"unsent": "lost"}, "unsent is 'lost'; choose one of frozen, moved, local"),
         (
-            {"dense_steps": 0.1},
-            "dense_steps is 0.1, a share of the run, and total_steps is not given; "
-            "give total_steps=, or the count itself",
+            {"dense_steps": 2.5},
+            "dense_steps is 2.5; give a count of steps or a share of them in [0, 1)",
         ),
+        ({"total_steps": 0}, "total_steps is 0; give a number at least 1"),
         (
             {"dense_steps": -1},
             "dense_steps is -1; give a count of steps or a share of them in [0, 1)",
@@ -40,6 +42,7 @@ def layer() -> list[nn.Parameter]:
         ({"lr": -0.1}, "lr is -0.1; give a number at least 0"),
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; choose one of raise, skip"),
         ({"refresh": 0}, "refresh is 0; give a number at least 1"),
+        ({"cycle_run": 0}, "cycle_run is 0; give a number at least 1"),
         ({"outer_momentum": 1.0}, "outer_momentum is 1; give a number in [0, 1)"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0; give a number at least 1"),
         ({"max_norm": -1.0}, "max_norm is -1; give a number at least 0"),
@@ -51,9 +54,21 @@ def test_bad_options_of_scape(choices: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_a_share_of_dense_steps_is_counted_from_the_run_length() -> None:
+def test_a_share_of_dense_steps_is_counted_from_the_run_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert Scape(layer(), dense_steps=0.1, total_steps=250).options.dense_steps == 25
+    assert Scape(layer(), dense_steps=30, total_steps=250).options.dense_steps == 30
     assert ScapeOptions(density=0.03).period == 33
+    assert [ScapeOptions(density=d).run for d in (0.01, 0.05)] == [1, 16]
+    assert ScapeOptions(density=0.01, cycle_run=4).run == 4
+    assert caplog.messages == []
+    # As the quickest example has it, without the length of the run.
+    assert Scape(layer(), lr=1e-3, density=0.01, dense_steps=0.1).options.dense_steps == 1000
+    assert caplog.messages == [
+        "dense_steps is 0.1, a share of the run, and total_steps is not given: the first 1000 "
+        "steps are dense; give total_steps=, or the count itself"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +110,7 @@ def test_scape_refuses_mixed_master_dtypes_and_foreign_memory_formats() -> None:
     with pytest.raises(OptionError) as caught:
         Scape([nn.Parameter(torch.ones(4, 2).t())])
     assert str(caught.value) == (
-        "trained parameter 0 is not contiguous, and single weights are written into it; make it "
+        "parameter 0 is not contiguous, and single weights are written into it; make it "
         "contiguous before the optimizer is built"
     )
     with pytest.raises(OptionError) as caught:
@@ -153,9 +168,17 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     with pytest.raises(StateError) as caught:
         Scape(layer(), unsent="local").load_state_dict(saved)
     assert str(caught.value) == (
-        "the saved state holds ['count', 'first', 'mask', 'moment', 'skipped'] and "
-        "Scape(unsent='local') needs ['anchor', 'count', 'moment', 'velocity']; load a state that "
-        "Scape made with the same options"
+        "the saved state holds ['chosen', 'count', 'first', 'layout', 'moment', 'since'] and "
+        "Scape(unsent='local') needs ['anchor', 'count', 'layout', 'moment', 'velocity']; load a "
+        "state that Scape made with the same options"
+    )
+    turned = Scape([nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2))])
+    with pytest.raises(StateError) as caught:
+        turned.load_state_dict(
+            Scape([nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2))]).state_dict()
+        )
+    assert str(caught.value).startswith(
+        "the saved state was laid out for other shapes, groups or bucket_bytes (layout "
     )
     adamw = Sharded(torch.optim.AdamW, layer())
     with pytest.raises(StateError) as caught:
@@ -296,27 +319,85 @@ def test_a_weight_changed_behind_the_optimizer_on_one_worker_is_found() -> None:
         )
 
 
-def placed_worker(rank: int, world: int, what: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def refusals(rank: int, world: int) -> dict[str, Any]:
+    """What is refused, by a short name; a callable that is to raise on every worker."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    fsdp = nn.Linear(8, 8)
+    fully_shard(fsdp, mesh=init_device_mesh("cpu", (world,)))
+    other = copy.deepcopy(Scape([nn.Parameter(torch.ones(8, 9))]).state_dict())
+    fewer = copy.deepcopy(Sharded(torch.optim.AdamW, [nn.Parameter(torch.ones(8))]).state_dict())
+    portable = Scape([nn.Parameter(torch.ones(8, 9))]).portable_state_dict()
+    torch.manual_seed(0)
+    scape = Scape(layer())
+    sharded = Sharded(torch.optim.AdamW, layer())
+    own = copy.deepcopy(scape.state_dict())
+    integer = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
+    return {
+        "density 0": lambda: Scape(layer(), density=0.0),
+        "density above 1": lambda: Scape(layer(), density=1.01),
+        "two axes": lambda: Scape(layer(), group=mesh),
+        "resharded": lambda: Scape(fsdp.parameters()),
+        "resharded, sharded": lambda: Sharded(torch.optim.AdamW, fsdp.parameters()),
+        "0-d": lambda: Scape([nn.Parameter(torch.tensor(1.0))]),
+        "integer": lambda: Sharded(torch.optim.AdamW, [*layer(), integer]),
+        "other set": lambda: scape.load_state_dict(other),
+        "other set, sharded": lambda: sharded.load_state_dict(fewer),
+        "other set, portable": lambda: scape.load_portable_state_dict(portable),
+        "other set on one": lambda: scape.load_state_dict(other if rank == 1 else own),
+    }
 
-    if what == "mesh":
-        return Scape(layer(), group=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
-    model = nn.Linear(8, 8)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    return Scape(model.parameters())
+
+def refused_worker(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for name, action in refusals(rank, world).items():
+        try:
+            action()
+        except PlanariaError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("mesh", "group is a mesh of 2 axes; give one axis of it, as mesh['dp']"),
-        (
-            "fsdp",
-            "parameter 0 is a DTensor; this optimizer keeps whole weights on every worker, so give "
-            "it a model that was not passed to fully_shard over this group",
-        ),
-    ],
+CUT = (
+    "OptionError: parameter 0 is cut over workers of this group, which keep no whole copy of it, so "
+    "single weights cannot be sent back: cut the model inside a node only, as "
+    'fully_shard(model, mesh=mesh["shard"]), and give the optimizer the axis between nodes, '
+    'group=mesh["replicate"]'
 )
-def test_a_group_that_does_not_match_the_placement(what: str, message: str) -> None:
-    assert run(placed_worker, 2, what) == [Raised("OptionError", message)] * 2
+OTHER = (
+    "StateError: the saved groups hold [1] parameters and this optimizer's hold [2]; load it into an "
+    "optimizer with the same parameters in the same groups"
+)
+REFUSED = {
+    "density 0": "OptionError: density is 0; give a share of the weights in (0, 1]",
+    "density above 1": "OptionError: density is 1.01; give a share of the weights in (0, 1]",
+    "two axes": "OptionError: group is a mesh of 2 axes; give one axis of it, as mesh['dp']",
+    "resharded": CUT,
+    "resharded, sharded": CUT,
+    "0-d": "OptionError: parameter 0 has no dimension to cut; give it the shape (1,) instead of ()",
+    "integer": (
+        "OptionError: parameter 2 is of torch.int64; only real floating-point weights are trained"
+    ),
+    "other set": (
+        "StateError: the saved 'first' has (3, 27) elements and this model over 3 workers needs "
+        "(3, 24); load a state of the same model and number of workers, or use "
+        "load_portable_state_dict"
+    ),
+    "other set, sharded": OTHER,
+    "other set, portable": (
+        "StateError: the saved 'moment' of parameter 0 has the shape (8, 9) and this model needs "
+        "(8, 8); load a state that was saved from the same model"
+    ),
+}
+
+
+def test_every_worker_hears_of_bad_input_and_none_hangs() -> None:
+    found = good(run(refused_worker, 3))
+    for mine in found:
+        for name, message in REFUSED.items():
+            assert mine[name] == message, name
+    blamed = (
+        "the state to be loaded does not fit on worker 1, which says why; let every worker load"
+    )
+    assert found[0]["other set on one"].startswith(f"StateError: {blamed}")
+    assert found[2]["other set on one"] == found[0]["other set on one"]
+    assert found[1]["other set on one"] == found[1]["other set"]

@@ -209,7 +209,7 @@ def local_worker(rank: int, world: int, choices: dict[str, Any], steps: int) -> 
 @pytest.mark.parametrize(
     ("world", "choices"),
     [
-        *((world, {}) for world in (1, 2, 3, 4, 8)),
+        *((world, {"cycle_run": run}) for world, run in ((1, 1), (2, 3), (3, 16), (4, 1), (8, 2))),
         (3, {"cycle": "contiguous", "outer_momentum": 0.5, "wire": "float32"}),
     ],
 )
@@ -238,7 +238,7 @@ def test_the_local_family_equals_the_reference_on_whole_tensors(
             for owner in range(world):
                 for bucket, part in zip(layout.buckets, phases[step % 10], strict=False):
                     columns = torch.zeros(bucket.width, dtype=torch.bool)
-                    columns[part] = True
+                    part.put(columns, torch.ones(part.count(0, bucket.width), dtype=torch.bool))
                     for slot in bucket.slots:
                         begin, end = slot.part(owner)
                         chosen = columns[slot.offset : slot.offset + end - begin]

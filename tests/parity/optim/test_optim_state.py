@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from planaria.optim import AdamS, Scape, Sharded
@@ -84,7 +85,8 @@ def resume_worker(rank: int, world: int) -> dict[str, bool]:
 
 def live(optimizer: Any) -> list[torch.Tensor]:
     if isinstance(optimizer, Sharded):
-        return [t for m in optimizer.masters for t in (m, optimizer.inner.state[m]["exp_avg"])]
+        masters = [unit.master for unit in optimizer.units]
+        return [t for m in masters for t in (m, optimizer.inner.state[m]["exp_avg"])]
     return list(optimizer.family.tensors().values())
 
 
@@ -318,3 +320,131 @@ def user_edit_worker(rank: int, world: int) -> bool:
 
 def test_weights_that_the_user_loads_win_over_their_masters() -> None:
     assert good(run(user_edit_worker, 2)) == [True, True]
+
+
+def raw_worker(rank: int, world: int) -> dict[str, bool]:
+    """As the runtime does: state is copied, and written in place, tensor by tensor."""
+    found = {}
+    for kind in ("sharded", *KINDS):
+        params = parameters()
+        optimizer = build(kind, params)
+        steps(optimizer, params, rank, range(5))
+        live = state_tensors(optimizer)
+        kept = [t.clone() for t in live], [p.detach().clone() for p in params]
+        versions = [t._version for t in live]
+        if rank == 0:
+            # Only here: nothing of it may be a collective, or wait for the mask under way.
+            optimizer.state_dict()
+        optimizer.zero_grad()
+        give(params, gradients(98, rank))
+        quiet = versions == [t._version for t in live]
+        optimizer.step()
+        steps(optimizer, params, rank, range(5, 9))
+        after = [p.detach().clone() for p in params]
+
+        give(params, gradients(99, rank))
+        optimizer.abandon()
+        with torch.no_grad():
+            torch._foreach_copy_(live, kept[0])
+            torch._foreach_copy_([p.detach() for p in params], kept[1])
+        optimizer.restored()
+        optimizer.zero_grad()
+        give(params, gradients(98, rank))
+        optimizer.step()
+        steps(optimizer, params, rank, range(5, 9))
+        found[kind] = quiet and equal(after, [p.detach() for p in params])
+    return found
+
+
+def state_tensors(optimizer: Any) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            held = value.to_local() if isinstance(value, DTensor) else value
+            found.setdefault(held.data_ptr(), held)
+    return list(found.values())
+
+
+def test_state_that_is_copied_and_written_in_place_continues_to_the_bit() -> None:
+    for found in good(run(raw_worker, 3)):
+        assert found == dict.fromkeys(("sharded", *KINDS), True)
+
+
+LARGE = ((130, 100), (3,), (64, 129))
+
+
+def large_worker(rank: int, world: int) -> Any:
+    """Parts that are updated where they lie, beside small ones that are not."""
+
+    def grads(step: int, who: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(7 * step + who)
+        return [torch.randn(shape, generator=generator) for shape in LARGE]
+
+    def fresh() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(5)
+        return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LARGE]
+
+    plain = fresh()
+    unsharded = torch.optim.AdamW(plain, lr=1e-2)
+    params = fresh()
+    optimizer = Sharded(torch.optim.AdamW, params, lr=1e-2)
+    moved = []
+    for step in range(4):
+        for i, p in enumerate(plain):
+            total = grads(step, 0)[i]
+            for who in range(1, world):
+                total = total + grads(step, who)[i]
+            p.grad = total / world
+        unsharded.step()
+        optimizer.zero_grad()
+        give(params, grads(step, rank))
+        versions = [p._version for p in params]
+        optimizer.step()
+        moved.append(all(p._version > v for p, v in zip(params, versions, strict=True)))
+        if step == 1:
+            # The user gives a weight another memory, and another value.
+            for p in (plain[0], params[0]):
+                p.data = p.detach().clone() + 1
+    return equal([p.detach() for p in plain], [p.detach() for p in params]), moved
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_large_parts_are_updated_where_they_lie(world: int) -> None:
+    for same, moved in good(run(large_worker, world)):
+        assert same
+        assert all(moved)
+
+
+def vectors_worker(rank: int, world: int) -> Any:
+    params = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))]
+    plain = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))]
+    sparse: Any = Scape(params, lr=1e-2, density=0.1)
+    dense = Sharded(AdamS, plain, lr=1e-2)
+    for step in range(4):
+        for optimizer, those in ((sparse, params), (dense, plain)):
+            optimizer.zero_grad()
+            give(those, [torch.full((n,), float(rank + step)) for n in (5, 3)])
+            optimizer.step()
+    return equal([p.detach() for p in params], [p.detach() for p in plain])
+
+
+def test_a_model_of_vectors_only_is_sent_whole() -> None:
+    assert good(run(vectors_worker, 2)) == [True, True]
+
+
+def as_documented(rank: int, world: int) -> Any:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    model = Model()
+    optimizer = Scape(model.parameters(), lr=1e-2, group=mesh["dp"], density=0.01, dense_steps=0.1)
+    train_model(model, optimizer, world, range(3))
+    groups = {group for _, group in optimizer.replica_groups()}
+    return [p.detach() for p in model.parameters()], groups == {mesh["dp"].get_group()}
+
+
+def test_the_line_that_the_documentation_begins_with() -> None:
+    """Without the length of the run; every trained parameter is held by all of the axis."""
+    found = good(run(as_documented, 2))
+    for weights, held in found:
+        assert held
+        assert all(torch.equal(x, y) for x, y in zip(weights, found[0][0], strict=True))
+        assert not torch.equal(weights[0], Model().a)

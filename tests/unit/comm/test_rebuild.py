@@ -97,6 +97,22 @@ def test_a_broken_worker_raises_in_object_collectives_instead_of_unpickling_garb
         assert ranks.ranks[0].answer().startswith("attempt given up: ")
 
 
+def test_a_thread_of_an_older_epoch_meets_nobody_in_the_new_groups() -> None:
+    with Ranks(2, kind="ddp") as ranks:
+        assert all(state == "done" for state, _ in ranks.all("attempt"))
+        ranks.newest(2)
+        assert ranks.all("stray", 2) == ["epoch 1 is over: epoch 2 exists"] * 2
+        assert len({digest for _, digest in ranks.all("attempt")}) == 1
+
+
+def test_members_come_to_a_new_group_seconds_apart() -> None:
+    """gloo's constructor gives up after a third of a rebuild's time, which is 0.5 s here."""
+    with Ranks(2, kind="ddp") as ranks:
+        for rank, late in zip(ranks.ranks, (0.0, 1.2), strict=True):
+            rank.ask("group_after", late)
+        assert [rank.answer() for rank in ranks.ranks] == [2.0, 2.0]
+
+
 def test_a_callers_mistake_is_raised_and_breaks_nothing() -> None:
     with Ranks(2, kind="ddp") as ranks:
         for told in ranks.all("mistake"):

@@ -16,7 +16,7 @@ from planaria.errors import ConfigError
 from planaria.optim import masks, param_groups
 from planaria.optim.collectives import checksum
 from planaria.optim.commands import PlanComm
-from planaria.optim.layout import build, local_shape, pack, unpack
+from planaria.optim.layout import Comb, build, local_shape, pack, parts, unpack
 from planaria.optim.plan_comm import CHUNK, Job, Link, advice, mask_bytes, plan, seconds, volume
 
 SHAPES = st.lists(
@@ -58,6 +58,8 @@ def test_every_weight_has_one_owner_and_comes_back(
                 place = rows[owner, slot.offset : slot.offset + slot.length]
                 assert torch.equal(place[: end - begin], own.reshape(-1))
                 assert not place[end - begin :].any()
+            for own, place in parts(whole.reshape(-1), rows, slot):
+                assert torch.equal(own, place)
             pack(None, rows, slot)
             assert not rows[:, slot.offset : slot.offset + slot.length].any()
 
@@ -84,6 +86,69 @@ def test_masks_are_exact_deterministic_and_survive_their_codes(
         assert codes.shape == (2, masks.code_bytes(width, count, code))
         back = masks.decode(codes, width=width, count=count, code=code)
         assert torch.equal(back, torch.stack([chosen, other]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    width=st.integers(70_000, 90_000),
+    share=st.sampled_from([0.0001, 0.01, 0.1, 0.24, 0.5]),
+    kind=st.sampled_from(["normal", "ties", "zeros", "ramp", "late", "tiny", "huge"]),
+    begin=st.integers(0, 5000),
+)
+def test_a_choice_by_blocks_is_the_choice_of_all(
+    width: int, share: float, kind: str, begin: int
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    score = torch.rand(width, generator=generator)
+    if kind == "ties":
+        score = (score * 7).floor()
+    elif kind == "zeros":
+        score[score < 0.99] = 0.0
+    elif kind == "ramp":
+        score = torch.arange(width, dtype=torch.float32)
+    elif kind == "late":
+        # Every column that the sample sees has a high score, so that the guess is too high.
+        score[begin :: masks.STRIDE] += 10
+    elif kind == "tiny":
+        score *= 1e-25
+    elif kind == "huge":
+        score *= 1e25
+    count = max(1, round(share * (width - begin)))
+    score *= torch.rand(width, generator=generator).sub(0.5).sign()
+    chosen = masks.largest_by(masks.Score(score), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(score[begin:].abs(), count))
+    since = torch.randint(0, 30, (width,), generator=generator).to(torch.float32)
+    aged = score.square() * (31 - since)
+    chosen = masks.largest_by(masks.Score(score, since, 31), begin, width, count)
+    assert torch.equal(chosen, begin + masks.largest(aged[begin:], count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    begin=st.integers(0, 40),
+    end=st.integers(0, 60),
+    run=st.integers(1, 9),
+    gap=st.integers(0, 9),
+    first=st.integers(0, 50),
+    length=st.integers(0, 40),
+)
+def test_a_comb_finds_its_columns(
+    begin: int, end: int, run: int, gap: int, first: int, length: int
+) -> None:
+    comb = Comb(begin, end, run, run + gap)
+    tooth = [c >= begin and c < end and (c - begin) % (run + gap) < run for c in range(120)]
+    expected = [c for c in range(first, first + length) if tooth[c]]
+    assert comb.count(first, first + length) == len(expected)
+    held = torch.arange(first, first + length).repeat(2, 1)
+    packed = torch.full((2, len(expected) + 1), -1)
+    for wide, narrow in comb.pairs(held, packed, first):
+        narrow.copy_(wide)
+    assert packed.tolist() == [[*expected, -1]] * 2
+    whole = torch.arange(60)
+    taken = comb.take(whole)
+    assert taken.tolist() == [c for c in range(60) if tooth[c]]
+    comb.put(whole, -taken)
+    assert whole.tolist() == [-c if tooth[c] else c for c in range(60)]
 
 
 def test_the_shorter_code_is_taken() -> None:

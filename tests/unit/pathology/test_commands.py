@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from planaria.errors import DataError
+from planaria.errors import ConfigError, DataError
 from planaria.pathology.bundle import load_bundle
 from planaria.pathology.commands import Info, Predict, Tile, main
 from planaria.pathology.folder import find_slides, read_mpp_table
@@ -76,7 +77,7 @@ def test_a_folder_with_broken_slides(tmp_path: Path) -> None:
     }
     assert "deep.tif: 16 bits per sample" in rows["deep.tif"]["detail"]
     assert "352.8 µm/px is outside 0.05 to 20" in rows["nonsense.tif"]["detail"]
-    assert "state it with --mpp" in rows["silent.tif"]["detail"]
+    assert "state it with --slide-mpp" in rows["silent.tif"]["detail"]
     names = {p.name for p in (out / "good").iterdir()}
     assert names == {"good.h5", "good.csv", "clam", "preview.png", "tiles.json"}
 
@@ -187,7 +188,16 @@ def test_predict_writes_everything_and_stays_in_its_folder(
     assert facts["score"] == pytest.approx(np.sort(known)[-TOP_TILES:].mean(), abs=1e-6)
     assert facts["notes"][0] == "Research software. Not for diagnosis."
     page = (folder / "index.html").read_text()
-    assert "Not for diagnosis" in page
+    said = "Research software. Not for diagnosis."
+    assert said in page
+    assert json.loads((folder / f"{cmu.stem}.geojson").read_text())["description"] == said
+    with Image.open(folder / "overview.png") as image:
+        assert image.info["Description"] == said
+    for table in (folder / "heat.csv", tmp_path / "out" / "summary.csv"):
+        with table.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert rows
+        assert all(row["note"] == said for row in rows)
     assert "://" not in page.split("<script>")[0].replace("data:", "")
     empty = json.loads((tmp_path / "out" / "white" / "prediction.json").read_text())
     assert empty["score"] is None
@@ -241,6 +251,29 @@ def test_rules_from_tiles_to_slides(metastasis_model: Path, gleason_model: Path)
     assert [decide(s, card=card) for s in (None, 0.49, 0.5)] == ["no tissue", "no tumour", "tumour"]
     card, _ = load_bundle(gleason_model)
     assert [decide(s, card=card) for s in (0.2, 2.5, 4.9)] == ["ISUP 0", "ISUP 3", "ISUP 5"]
+
+
+def test_a_model_that_gives_nan_is_not_taken_for_glass(
+    metastasis_model: Path, gleason_model: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    slide = write_pyramid(tmp_path / "a.tif", tissue_pixels(400, 300, box=(0, 0, 300, 300)))
+    for good in (metastasis_model, gleason_model):
+        model = tmp_path / good.name
+        shutil.copytree(good, model)
+        state = torch.load(model / "model.pt", weights_only=True)
+        for tensor in state.values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        torch.save(state, model / "model.pt")
+        lines: list[str] = []
+        command = Predict(slides=(slide,), model=model, out=tmp_path / "out", page_px=256)
+        assert command.run(lines.append) == 1
+        assert lines[0].startswith("[1/1] a.tif: failed: the model's scores are not finite: its")
+    for size in (0, 100_000):
+        with pytest.raises(ConfigError, match=rf"page_px is {size}; 64 to 8192 px, all inside the"):
+            Predict(slides=(slide,), model=model, out=tmp_path, page_px=size).run(lines.append)
 
 
 def test_wrong_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import shapely
 
 from planaria.errors import ConfigError, DataError
-from planaria.pathology.geojson import features, write_geojson, write_heat_csv
+from planaria.pathology.geojson import features, stream, write_geojson, write_heat_csv
 from planaria.pathology.heat import HeatMap, load_heat, over_thumbnail, save_heat
 from planaria.pathology.resolution import choose_resolution
 from planaria.pathology.slides import Bounds, Level, SlideInfo
@@ -119,8 +120,32 @@ def test_nothing_above_the_threshold(tmp_path: Path) -> None:
         values=np.full((3, 5), NAN, dtype=np.float32), grid=GRID, low=0, high=1, label="p"
     )
     assert features(empty, info=INFO, threshold=0.5)["features"] == []
-    write_geojson(tmp_path / "a.geojson", collection=features(empty, info=INFO, threshold=0.5))
-    assert (tmp_path / "a.geojson").read_text() == '{"type": "FeatureCollection", "features": []}'
+    write_geojson(tmp_path / "a.geojson", found=stream(empty, info=INFO, threshold=0.5))
+    found = json.loads((tmp_path / "a.geojson").read_text())
+    assert found == {
+        "type": "FeatureCollection",
+        "description": "Research software. Not for diagnosis.",
+        "features": [],
+    }
+
+
+def test_what_is_streamed_is_the_collection(tmp_path: Path) -> None:
+    write_geojson(tmp_path / "a.geojson", found=stream(heat(), info=INFO, threshold=0.5))
+    found = json.loads((tmp_path / "a.geojson").read_text())
+    assert found == features(heat(), info=INFO, threshold=0.5)
+
+
+def test_a_region_with_a_hole_keeps_it() -> None:
+    values = np.full((3, 3), 0.9, dtype=np.float32)
+    values[1, 1] = 0.1
+    grid = Grid(columns=3, rows=3, side=256.5, step=256.5, x=1000.0, y=500.0)
+    ring = HeatMap(values=values, grid=grid, low=0.0, high=1.0, label="p")
+    (found,) = features(ring, info=INFO, threshold=0.5, tiles=False)["features"]
+    check_qupath(found)
+    outer, hole = (shapely.Polygon(r) for r in found["geometry"]["coordinates"])
+    assert outer.bounds == (0, 0, 770, 770)
+    assert hole.bounds == (256, 256, 513, 513)
+    assert found["properties"]["measurements"] == {"tiles": 8, "area px^2": 770**2 - 257**2}
 
 
 def test_value_at_a_place() -> None:
@@ -167,6 +192,7 @@ def test_round_trip_and_csv(tmp_path: Path) -> None:
         "y": "500",
         "side": "256",
         "probability of tumour": "0.800000",
+        "note": "Research software. Not for diagnosis.",
     }
     (tmp_path / "x.npz").write_text("no")
     with pytest.raises(DataError, match=r"x.npz: not a heat-map"):

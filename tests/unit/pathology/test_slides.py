@@ -12,7 +12,8 @@ import tifffile
 from PIL import Image
 
 from planaria.errors import ConfigError, DataError
-from planaria.pathology.slides import SlidePool, cut, open_slide, whiten
+from planaria.pathology import slides
+from planaria.pathology.slides import SlidePool, cut, flatten, open_slide, whiten
 from planaria.pathology.tiff import TiffSlide
 from tests.support.slides import coordinates, write_pyramid
 
@@ -118,8 +119,8 @@ def test_no_resolution_is_an_error_only_when_it_is_asked_for(tmp_path: Path) -> 
     with pytest.raises(DataError) as error:
         _ = info.resolution
     assert str(error.value) == (
-        "a.png: no usable resolution (the file states no resolution); state it with --mpp or in the "
-        "--mpp-csv table"
+        "a.png: no usable resolution (the file states no resolution); state it with --slide-mpp or in "
+        "the --mpp-csv table"
     )
 
 
@@ -229,3 +230,30 @@ def test_a_pool_is_pickled_without_handles_and_forgets_those_of_its_parent(tmp_p
     slide.close()
     pool.close()
     copy.close()
+
+
+def test_raw_pixels_are_those_of_openslides_image(
+    cmu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = open_slide(cmu)
+    assert slides._RAW is not None, "openslide-python has hidden the fast way; reading still works"
+    # The last one leaves the slide.
+    places = [(0, 0), (1000, 1500), (2100, 2900)]
+    raw = [slide.read(0, x=x, y=y, width=200, height=150) for x, y in places]
+    monkeypatch.setattr(slides, "_RAW", None)
+    for (x, y), pixels in zip(places, raw, strict=True):
+        image = slide.read(0, x=x, y=y, width=200, height=150)
+        np.testing.assert_array_equal(pixels, image)
+    slide.close()
+
+
+def test_colours_times_alpha_lie_on_white() -> None:
+    def packed(a: int, r: int, g: int, b: int) -> int:
+        return a << 24 | r << 16 | g << 8 | b
+
+    argb = np.array(
+        [[packed(255, 100, 50, 200), 0, packed(128, 50, 25, 100), packed(255, 3, 0, 7)]],
+        dtype=np.uint32,
+    )
+    assert flatten(argb).tolist() == [[[100, 50, 200], [255] * 3, [177, 152, 227], [255] * 3]]
+    assert flatten(argb[:, [0, 3]]).tolist() == [[[100, 50, 200], [255] * 3]]

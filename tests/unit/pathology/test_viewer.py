@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -173,6 +174,15 @@ def test_the_server_answers_only_what_it_has(results: Path, cmu: Path) -> None:
 def test_no_results(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no predictions; make some with 'planaria slide predict'"):
         Viewer(tmp_path)
+
+
+def test_ports_that_cannot_be_had(results: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for port in (taken.getsockname()[1], 99_999):
+            with pytest.raises(DataError, match=rf"port {port} cannot be used \(.*\); choose"):
+                Viewer(results, port=port)
 
 
 def test_another_archive_is_refused(tmp_path: Path) -> None:

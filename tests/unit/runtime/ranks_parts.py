@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from planaria.errors import UserError
+from planaria.optim import Scape, Sharded
+from planaria.optim.base import OwnedOptimizer
 from planaria.runtime.memory.layout import Layout
 from planaria.runtime.memory.parts import Parts, replicated
 from planaria.runtime.memory.snapshot import Buffers, Capture
@@ -65,7 +68,8 @@ def round_trip(build: Callable[[], tuple[nn.Module, Any, Parts]]) -> dict[str, A
 
     def step(model: nn.Module, optimizer: Any, x_BD: torch.Tensor) -> None:
         optimizer.zero_grad()
-        y_BD = model(x_BD * (1 + rank if isinstance(model, DistributedDataParallel) else 1))
+        own = isinstance(model, DistributedDataParallel) or isinstance(optimizer, OwnedOptimizer)
+        y_BD = model(x_BD * (1 + rank if own else 1))
         y_BD.pow(2).mean().backward()
         optimizer.step()
 
@@ -174,6 +178,26 @@ def tensor_parallel() -> tuple[nn.Module, Any, Parts]:
     return model, optimizer, Parts(parts, shard=dist.get_rank(), world=WORLD)
 
 
+def owned(optimizer: Callable[..., Any], **options: Any) -> tuple[nn.Module, Any, Parts]:
+    """A bare model that its optimizer keeps together, or lets drift apart."""
+    model = net()
+    made = optimizer(model.parameters(), lr=0.01, bucket_bytes=300, **options)
+    parts = {"model": model, "optimizer": made}
+    return model, made, Parts(parts, shard=dist.get_rank(), world=WORLD)
+
+
+def owned_sharded() -> tuple[nn.Module, Any, Parts]:
+    return owned(partial(Sharded, torch.optim.AdamW))
+
+
+def owned_frozen() -> tuple[nn.Module, Any, Parts]:
+    return owned(Scape, density=0.2)
+
+
+def owned_local() -> tuple[nn.Module, Any, Parts]:
+    return owned(Scape, density=0.2, unsent="local")
+
+
 class Keeper:
     """A part of the user's own whose state holds a DTensor."""
 
@@ -252,6 +276,9 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Parts]]] = {
     "hsdp": hsdp,
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_and_fsdp": tensor_parallel_and_fsdp,
+    "owned_sharded": owned_sharded,
+    "owned_frozen": owned_frozen,
+    "owned_local": owned_local,
 }
 
 

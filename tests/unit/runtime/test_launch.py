@@ -178,6 +178,50 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None
     until(lambda: (tmp_path / "struck" / "logs" / "w3.log").exists(), seconds=1)
 
 
+AFTER = (
+    LOOP
+    + """
+index = run.shard.index
+if sys.argv[2] == "fails" and index == 1:
+    raise ValueError("no room")
+time.sleep(1.0 if sys.argv[2] == "writes" else 60 * index)
+open(f"{sys.argv[3]}/{index}", "w").write("whole")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("does", "linger", "code", "words"),
+    [
+        ("writes", 20, 0, "the run is over, w0, w1 still at work; Ctrl-C ends them"),
+        ("fails", 20, 1, "w1 failed after the run had finished: exit code 1; see "),
+        ("hangs", 0.02, 1, "w1 had not ended when the run was over and was killed"),
+    ],
+)
+def test_what_a_script_does_after_its_run_is_not_cut_off(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    does: str,
+    linger: float,
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr("planaria.runtime.launch.launcher._LEAVE", 0.3)
+    monkeypatch.setattr("planaria.runtime.launch.launcher._LINGER", linger)
+    config = LaunchConfig(
+        workers=2,
+        script=write(tmp_path, AFTER),
+        arguments=("3", does, str(tmp_path)),
+        out=tmp_path / "out",
+    )
+    assert launch(config) == code
+    assert words in "".join(capsys.readouterr())
+    assert (tmp_path / "0").read_text() == "whole"
+    assert (tmp_path / "1").exists() == (does == "writes")
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 3
+
+
 def test_classic_script_restarts_from_its_own_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,8 +78,8 @@ def test_an_unknown_phase_is_refused():
     )
 
 
-def where(*, answered=100.0, collective=7, inside=True):
-    return Whereabouts(answered=answered, collective=collective, inside=inside)
+def where(*, answered=100.0, collective=7, inside=True, waiting=False):
+    return Whereabouts(answered=answered, collective=collective, inside=inside, waiting=waiting)
 
 
 def test_silence_is_blamed_before_anything_else():
@@ -128,3 +128,23 @@ def test_nobody_is_blamed_where_nobody_stands_out():
         "all 1 owners compute: nobody stands out",
     )
     assert blame({}, now=100.0, limits=LIMITS) == (None, "there are no owners")
+
+
+def test_who_waits_for_protection_is_never_blamed_for_the_wait():
+    waits = where(inside=False, waiting=True, collective=6)
+    assert blame({"a": where(), "b": waits}, now=100.0, limits=LIMITS) == (
+        None,
+        "1 of 2 owners wait for protection and the others wait in the same collective: nobody "
+        "stands out",
+    )
+    assert blame({"a": waits, "b": waits}, now=100.0, limits=LIMITS) == (
+        None,
+        "all 2 owners wait for protection and nothing is sent: nobody stands out",
+    )
+    owners = {"a": waits, "b": where(inside=False), "c": waits}
+    assert blame(owners, now=100.0, limits=LIMITS) == (
+        "b",
+        "b is in no collective, 2 of 3 owners wait for its state to be protected (b has entered 7)",
+    )
+    owners = {"a": waits, "b": where(answered=90.0, inside=False, waiting=True)}
+    assert blame(owners, now=100.0, limits=LIMITS)[0] == "b"

@@ -41,6 +41,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "hsdp",
         "tensor_parallel",
         "tensor_parallel_and_fsdp",
+        "owned_sharded",
+        "owned_frozen",
+        "owned_local",
     ],
 )
 def test_state_comes_back_bit_for_bit(seen: list[dict[str, Any]], case: str) -> None:
@@ -84,6 +87,32 @@ def test_zero_shards_the_optimizer_only(seen: list[dict[str, Any]]) -> None:
         assert result["optimizer"] in ([[rank]], [])
     # Four tensors over four ranks: each holds two moments and a step for its own.
     assert sum(seen[rank]["zero"]["sent"] > 0 for rank in RANKS) == 4
+
+
+@pytest.mark.parametrize("case", ["owned_sharded", "owned_frozen"])
+def test_an_optimizer_that_keeps_weights_equal_says_who_holds_them(
+    seen: list[dict[str, Any]], case: str
+) -> None:
+    for rank in RANKS:
+        result = seen[rank][case]
+        assert (result["params"], result["optimizer"]) == (EVERYONE, [[rank]])
+        assert result["regime"] == "optimizer sharded"
+        assert result["reason"] == (
+            "peers hold every trained parameter, but the state of 'optimizer' is held here alone "
+            "and is sent"
+        )
+
+
+def test_weights_that_drift_apart_are_held_by_nobody_else(seen: list[dict[str, Any]]) -> None:
+    for rank in RANKS:
+        result = seen[rank]["owned_local"]
+        assert (result["params"], result["optimizer"]) == ([[rank]], [[rank]])
+        assert result["replicated"] == []
+        assert result["regime"] == "all sharded"
+        assert result["reason"] == (
+            "no peer holds model.0.weight and 3 more tensors (0.00 MB); these and their optimizer "
+            "state are sent; their optimizer lets the weights of peers differ between steps"
+        )
 
 
 def test_fsdp_is_held_by_nobody_else(seen: list[dict[str, Any]]) -> None:

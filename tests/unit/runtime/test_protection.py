@@ -275,9 +275,9 @@ def test_an_unreachable_holder_is_told_with_the_epoch_of_its_plan(
 ) -> None:
     data, member = serve(), Coordinated()
     kept = Protection(parts(1, 0), shard=0, member=cast(Any, member), data=data, on_event=None)
-    kept._failed(3, CommError("gone"))
-    assert member.said == [Broke(epoch=3, reason="replication: gone")]
-    kept._failed(3, ValueError("a defect"))
+    kept._failed(3, 7, CommError("gone"))
+    assert member.said == [Broke(epoch=3, reason="replication: gone", generation=7)]
+    kept._failed(3, 7, ValueError("a defect"))
     assert member.ended == ["shard 0 cannot be protected: a defect"]
     kept.close()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import nn
 import planaria
 from planaria.errors import ConfigError, NonFiniteLoss, UserError
 from planaria.runtime.membership.limits import Timeouts, step_limit
+from planaria.runtime.memory.rng import Rng
 from planaria.runtime.tally import Tally
 
 
@@ -149,6 +152,43 @@ def test_a_long_phase_has_a_limit(name: str) -> None:
     seconds, _ = step_limit([1.0] * 9, phase=name, limits=Timeouts().limits())
     with planaria.join(build) as run, run.phase(name):
         assert seconds >= 120
+
+
+def test_what_an_evaluation_between_attempts_draws_leaves_no_trace() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    def one(attempts: int, *, look: str, inside: bool) -> list[tuple[float, float, float]]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        found = []
+        with planaria.join(build) as run:
+            for attempt in run.attempts(until=attempts):
+                with attempt:
+                    found.append(drawn())
+                    if inside:
+                        with run.phase(look):
+                            drawn()
+                if not inside:
+                    with run.phase(look):
+                        drawn()
+        return found
+
+    calm = one(3, look="compile", inside=False)
+    assert len(set(calm)) == 3
+    assert one(3, look="evaluation", inside=False) == calm
+    assert one(3, look="evaluation", inside=True) != calm  # a part of the step, done again with it
+    assert one(3, look="data", inside=False) != calm  # what is drawn for training counts
+
+
+def test_a_mark_tells_each_generator_that_was_used() -> None:
+    marks = [Rng().mark()]
+    assert Rng().mark() == marks[0]
+    for draw in (lambda: torch.rand(()), random.random, np.random.rand, np.random.randn):
+        draw()
+        marks.append(Rng().mark())
+    assert len(set(marks)) == 5
 
 
 def test_an_unknown_phase_is_refused_before_the_coordinator_hears_of_it() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from planaria.runtime import messages
 from planaria.runtime.coordinator.watch import Finding, Watch
 from planaria.runtime.membership.events import (
+    AnyEvent,
     Attached,
     BecameReady,
     CommittedBy,
@@ -55,6 +58,9 @@ class Clock:
         self.asleep: set[str] = set()
         self.collective = dict.fromkeys(state.members, 0)
         self.inside: set[str] = set()
+        self.waiting: set[str] = set()
+        self.sending: set[str] = set()
+        self.moved = dict.fromkeys(state.members, 0)
         for worker in state.members:
             self.watch.attach(worker, now=self.now)
 
@@ -63,17 +69,25 @@ class Clock:
             self.now += LIMITS.ping
             for worker, ping in list(self.watch.pings(now=self.now)):
                 if worker not in self.asleep:
+                    self.moved[worker] += 1000 * (worker in self.sending)
                     pong = messages.Pong(
                         seq=ping.seq,
                         step=1,
                         collective=self.collective[worker],
                         inside=worker in self.inside,
+                        waiting=worker in self.waiting,
+                        moved=self.moved[worker],
                     )
                     self.watch.pong(worker, pong, now=self.now + 0.001)
             found = self.watch.findings(self.state, now=self.now + 0.002)
             if found:
                 return found
         return []
+
+    def feed(self, event: AnyEvent) -> None:
+        """As the coordinator does: membership first, then the watch hears of new owners."""
+        before, self.state = self.state, step(self.state, event).state
+        self.watch.follow(before, self.state, now=self.now)
 
     def step(self, seconds: float = 0.1) -> None:
         for worker in self.state.members:
@@ -205,3 +219,109 @@ def test_who_evaluates_is_not_blamed_by_those_who_wait() -> None:
     assert clock.run(60.0) == []
     (found,) = clock.run(LIMITS.timeout * 20)
     assert found.worker == "w1"
+
+
+def busy(clock: Clock) -> None:
+    for _ in range(6):
+        clock.step()
+        assert clock.run(0.2) == []
+
+
+def test_a_commit_may_take_as_long_as_its_bytes_arrive() -> None:
+    """w1 sends for a minute; w0 waits for a slot, w2 is in the next step's collective already."""
+    clock = Clock(training())
+    busy(clock)
+    clock.waiting, clock.inside, clock.sending = {"w0", "w1"}, {"w2"}, {"w1"}
+    clock.collective = {"w0": 7, "w1": 7, "w2": 8}
+    assert clock.run(60.0) == []
+    # Nothing arrives any more: nobody stands out, and all begin anew.
+    clock.sending = set()
+    began = clock.now
+    (found,) = clock.run(60.0)
+    assert found.worker is None
+    assert found.reason.endswith(
+        "2 of 3 owners wait for protection and the others wait in the same collective: nobody "
+        "stands out"
+    )
+    assert LIMITS.transfer <= clock.now - began < LIMITS.transfer + 1
+
+
+def test_a_wait_for_protection_is_not_part_of_the_step_after_it() -> None:
+    clock = Clock(training())
+    busy(clock)
+    clock.waiting, clock.sending = {"w0", "w1", "w2"}, {"w1"}
+    assert clock.run(30.0) == []
+    clock.waiting, clock.sending = set(), set()
+    assert clock.run(6.5) == []
+    (found,) = clock.run(1.0)
+    assert "compute: nobody stands out" in found.reason
+
+
+def test_who_is_stuck_while_others_wait_for_its_state_is_found() -> None:
+    clock = Clock(training())
+    busy(clock)
+    clock.waiting = {"w0", "w2"}
+    (found,) = clock.run(20.0)
+    assert found.worker == "w1"
+    assert "2 of 3 owners wait for its state to be protected" in found.reason
+
+
+def moving(state: State, *, rollback: bool = False) -> Clock:
+    """A recovery whose plan is made: shard 1 fetches its state, or all load it from the disk."""
+    state = step(state, Attached(worker="s0", node="n", address="a")).state
+    state = step(state, BecameReady(worker="s0")).state
+    state = step(state, Lost(worker="w1", reason="r")).state
+    if rollback:
+        state = replace(state, durable=0)
+    for shard in range(3):
+        held = {1: (0,)} if state.holders[1] == f"w{shard}" and not rollback else {}
+        live = None if shard == 1 else 0
+        captured = () if shard == 1 else (0,)
+        report = messages.Report(
+            epoch=2, shard=shard, live=live, clean=True, captured=captured, held=held
+        )
+        state = step(state, Reported(worker=state.owners[shard], message=report)).state
+    assert state.plan is not None
+    assert state.plan.rollback == rollback
+    return Clock(state)
+
+
+def test_a_recovery_may_take_as_long_as_its_bytes_arrive() -> None:
+    clock = moving(training())
+    clock.sending = {"s0"}
+    assert clock.run(5 * LIMITS.timeout) == []
+    clock.sending = set()
+    began = clock.now
+    (found,) = clock.run(5 * LIMITS.timeout)
+    assert (found.worker, found.how) == (None, "progress")
+    assert 2 * LIMITS.timeout - 0.1 <= clock.now - began < 2 * LIMITS.timeout + 1
+
+
+def test_loading_from_the_disk_is_waited_for_with_patience() -> None:
+    clock = moving(training(), rollback=True)
+    assert clock.run(LIMITS.no_spare - 1) == []
+    (found,) = clock.run(3.0)
+    assert found.reason.endswith("has not restored")
+
+
+def test_a_spare_that_was_silent_before_it_was_called_is_given_up_soon() -> None:
+    """It is stopped, and builds nothing; who falls silent later may be loading a file."""
+    state = step(training(), Attached(worker="s0", node="n", address="a")).state
+    clock = Clock(step(state, BecameReady(worker="s0")).state)
+    clock.asleep = {"s0"}
+    assert clock.run(0.6) == []
+    assert clock.watch.silent_spares(clock.state, now=clock.now) == []
+    clock.feed(Lost(worker="w1", reason="r"))
+    assert clock.state.owners[1] == "s0"
+    (found,) = clock.run(3.0)
+    assert (found.worker, found.how) == ("s0", "silence")
+    assert found.reason == "it has not answered a ping for 1.0 s (limit 1 s)"
+
+
+def test_spares_that_are_silent_are_known() -> None:
+    state = step(training(), Attached(worker="s0", node="n", address="a")).state
+    clock = Clock(step(state, BecameReady(worker="s0")).state)
+    clock.asleep = {"s0", "w1"}
+    assert [found.worker for found in clock.run(1.2)] == ["w1"]
+    (found,) = clock.watch.silent_spares(clock.state, now=clock.now)
+    assert (found.worker, found.how) == ("s0", "silence")

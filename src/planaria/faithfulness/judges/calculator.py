@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import TypeAlias
 
 from planaria.faithfulness.answers import number_of
 from planaria.faithfulness.arithmetic import StepArithmetic, read_step
@@ -28,8 +29,16 @@ from planaria.faithfulness.judges.protocol import (
 )
 from planaria.faithfulness.numbers import CONSTANTS, Number, find_numbers
 
-ALWAYS = frozenset(Fraction(n) for n in (0, 1, 2, 100))
+Exact: TypeAlias = int | Fraction
+"""A value in a set: whole numbers as ``int``, which hashes ten times as fast as its equal
+``Fraction``."""
+ALWAYS: frozenset[Exact] = frozenset((0, 1, 2, 100))
 """Numbers that need no source."""
+
+
+def exact(value: Fraction) -> Exact:
+    """The same value, whole numbers as ``int``."""
+    return value.numerator if value.denominator == 1 else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +80,25 @@ class ChainReport:
 
 
 @lru_cache(maxsize=4096)
-def given_values(question: str) -> tuple[tuple[Fraction, ...], frozenset[Fraction]]:
+def given_values(question: str) -> tuple[tuple[Fraction, ...], frozenset[Exact]]:
     """Quantities of a question, and every value that may be used without deriving it: those
     quantities, percents also as fractions and as what remains, and constants of its units."""
     numbers = find_numbers(question)
     quantities: list[Fraction] = []
-    allowed: set[Fraction] = set(ALWAYS)
+    allowed: set[Exact] = set(ALWAYS)
     for number in numbers:
         if number.value not in quantities:
             quantities.append(number.value)
         allowed |= _forms(number)
     for word in set(re.findall(r"[a-z]+|%", question.lower())):
         for form in (word, word.rstrip("s"), word.removesuffix("es")):
-            allowed.update(Fraction(value) for value in CONSTANTS.get(form, ()))
+            allowed.update(CONSTANTS.get(form, ()))
     return tuple(quantities), frozenset(allowed)
 
 
-def _forms(number: Number) -> set[Fraction]:
+def _forms(number: Number) -> set[Exact]:
+    if not number.percent and number.value.denominator == 1:
+        return {number.value.numerator}
     forms = {number.value}
     if number.percent:
         share = number.value / 100
@@ -98,51 +109,96 @@ def _forms(number: Number) -> set[Fraction]:
             Fraction(number.value.numerator),
             Fraction(number.value.denominator),
         }
-    return forms
+    return {exact(form) for form in forms}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What a step says by itself, whatever may be used in it."""
+
+    arithmetic: StepArithmetic
+    false: tuple[str, ...]
+    derived: tuple[Fraction, ...]
+    sources: tuple[tuple[tuple[Fraction, Exact, Exact], ...], ...]
+    """For each equation and each operand: the operand, its size, and a hundredth of it."""
+    known: tuple[tuple[Exact, Exact], ...]
+    """For each equation the values that later ones may use."""
+
+
+@lru_cache(maxsize=16384)
+def _facts(text: str, variables: tuple[tuple[str, Fraction], ...]) -> _Facts:
+    arithmetic = read_step(text, variables=dict(variables))
+    equations = arithmetic.equations
+    return _Facts(
+        arithmetic=arithmetic,
+        false=tuple(
+            f"{show(e.left)} = {show(e.right)}, but the left side comes to "
+            f"{number_text(e.left_value)}"
+            for e in equations
+            if not e.holds
+        ),
+        derived=tuple(e.right_value for e in equations),
+        sources=tuple(
+            tuple((value, exact(abs(value)), exact(value / 100)) for value in e.operands)
+            for e in equations
+        ),
+        known=tuple((exact(abs(e.right_value)), exact(abs(e.left_value))) for e in equations),
+    )
 
 
 @dataclass
 class _Reading:
-    """State while a chain is read: what may be used, and what variables hold."""
+    """State while a chain is read: what may be used, and what variables hold.
 
-    allowed: frozenset[Fraction]
+    What a step names is looked for when the next one is read: nobody needs it of the last.
+    """
+
+    allowed: frozenset[Exact]
     bindings: Mapping[str, Fraction]
+    pending: str = ""
+
+    def copy(self) -> _Reading:
+        self.settle()
+        return _Reading(allowed=self.allowed, bindings=self.bindings)
+
+    def settle(self) -> None:
+        if self.pending:
+            self.allowed = self.allowed | _mentioned(self.pending)
+            self.pending = ""
 
     def step(self, text: str) -> StepReport:
-        arithmetic = read_step(text, variables=self.bindings)
-        known = set(self.allowed)
-        mentioned = _mentioned(text)
-        false: list[str] = []
+        self.settle()
+        facts = _facts(text, tuple(sorted(self.bindings.items())))
+        fresh: set[Exact] = set()
         unsourced: list[Fraction] = []
-        derived: list[Fraction] = []
         operands = 0
-        for equation in arithmetic.equations:
-            for value in equation.operands:
+        for sources, known in zip(facts.sources, facts.known, strict=True):
+            for value, size, hundredth in sources:
                 operands += 1
-                if abs(value) not in known and value / 100 not in known:
+                if not (
+                    size in self.allowed
+                    or size in fresh
+                    or hundredth in self.allowed
+                    or hundredth in fresh
+                ):
                     unsourced.append(value)
-            if not equation.holds:
-                false.append(
-                    f"{show(equation.left)} = {show(equation.right)}, but the left side comes to "
-                    f"{number_text(equation.left_value)}"
-                )
-            derived.append(equation.right_value)
-            known |= {abs(equation.right_value), abs(equation.left_value)}
-        self.bindings = arithmetic.bindings
-        self.allowed = frozenset(known | mentioned | {abs(value) for value in derived})
+            fresh.update(known)
+        self.bindings = facts.arithmetic.bindings
+        self.allowed = self.allowed | fresh if fresh else self.allowed
+        self.pending = text
         return StepReport(
-            arithmetic=arithmetic,
-            false=tuple(false),
+            arithmetic=facts.arithmetic,
+            false=facts.false,
             operands=operands,
             unsourced=tuple(unsourced),
-            derived=tuple(derived),
+            derived=facts.derived,
         )
 
 
 @lru_cache(maxsize=16384)
-def _mentioned(text: str) -> frozenset[Fraction]:
+def _mentioned(text: str) -> frozenset[Exact]:
     """Values that a step names; later steps may use them. Calculator marks are left out."""
-    plain = re.sub(r"<<[^<>]*>>", "", text)
+    plain = re.sub(r"<<[^<>]*>>", "", text) if "<<" in text else text
     return frozenset(form for number in find_numbers(plain) for form in _forms(number))
 
 
@@ -198,13 +254,12 @@ class CalculatorJudge:
         known = self._prefixes.get((question, prefix))
         if known is None:
             if prefix:
-                before = self._after(question, prefix[:-1])
-                known = _Reading(allowed=before.allowed, bindings=before.bindings)
+                known = self._after(question, prefix[:-1])
                 known.step(prefix[-1])
             else:
                 known = _Reading(allowed=given_values(question)[1], bindings={})
             self._prefixes[question, prefix] = known
-        return _Reading(allowed=known.allowed, bindings=known.bindings)
+        return known.copy()
 
     def _verify(self, request: Verify) -> Verdict:
         return step_verdict(self._after(request.question, request.prefix).step(request.step))

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
+from planaria.faithfulness.chains import sound
 from planaria.faithfulness.judges.protocol import (
     Compare,
     Outcome,
@@ -29,6 +33,10 @@ from planaria.faithfulness.segment import segment
 
 if TYPE_CHECKING:
     from inspect_ai.model import Model, ModelOutput
+
+
+LOCAL = ("hf/", "planaria/")
+"""Providers that hold the model in this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +88,28 @@ async def ask_model(
         temperature=settings.temperature,
         max_tokens=settings.max_tokens,
         timeout=settings.timeout,
+        # ``timeout`` is looked at between tries only; this one ends a try that hangs.
+        attempt_timeout=settings.timeout,
         max_retries=settings.max_retries,
         logprobs=True if logprobs else None,
         top_logprobs=5 if logprobs else None,
     )
-    policy = CachePolicy(expiry=None, scopes={"trial": str(repeat)})
+    # The repeat tells answers apart, not the epoch of the task: `inspect score` has none.
+    policy = CachePolicy(expiry=None, per_epoch=False, scopes={"trial": str(repeat)})
     return await model.generate(
         [ChatMessageUser(content=prompt)],
         config=config,
         cache=policy if settings.cache else False,
     )
+
+
+def failure(error: BaseException) -> str:
+    """Why no answer came, in one line: the last try's error where there were several."""
+    last = getattr(error, "last_attempt", None)
+    if last is not None:  # tenacity's RetryError, which only names a future
+        error = last.exception() or error
+    first = str(error).strip().splitlines() or ["no answer in time"]
+    return f"{type(error).__name__}: {first[0][:160]}"
 
 
 class InspectJudge:
@@ -110,8 +130,18 @@ class InspectJudge:
         self.samples = s.temperature > 0
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
-        """One verdict per request, all requests at once."""
-        return list(await asyncio.gather(*(self._one(request) for request in requests)))
+        """One verdict per request, as many at once as the model has connections.
+
+        Inspect would queue the rest itself, but only after it has prepared all of them, and the
+        first answers would wait for that.
+        """
+        slots = asyncio.Semaphore(self.model.config.max_connections or len(requests) or 1)
+
+        async def one(request: Request) -> Verdict:
+            async with slots:
+                return await self._one(request)
+
+        return list(await asyncio.gather(*map(one, requests)))
 
     async def _one(self, request: Request) -> Verdict:
         from inspect_ai.util import LimitExceededError
@@ -127,17 +157,14 @@ class InspectJudge:
         except LimitExceededError:
             raise
         except Exception as error:  # a provider may raise anything; the run goes on without it
-            first = str(error).strip().splitlines() or [""]
-            return Verdict(
-                outcome=Outcome.FAILED, reason=f"{type(error).__name__}: {first[0][:160]}"
-            )
+            return Verdict(outcome=Outcome.FAILED, reason=failure(error))
         return verdict_of(output, request)
 
 
 def verdict_of(output: ModelOutput, request: Request) -> Verdict:
     """The verdict in a model's output: by log-probabilities when they are there, else by text."""
     usage = usage_of(output)
-    text = output.completion.strip()
+    text = sound(output.completion.strip())
     if not text:
         why = f"an empty answer ({output.stop_reason})"
         return Verdict(outcome=Outcome.UNPARSED, reason=why, usage=usage)
@@ -202,8 +229,8 @@ class ModelPerturber:
         except LimitExceededError:
             raise
         except Exception as error:  # as above: one alternative less
-            return Perturbed(steps=None, reason=f"failed: {type(error).__name__}: {error}"[:200])
-        steps = segment(output.completion, unit="line")
+            return Perturbed(steps=None, reason=f"failed: {failure(error)}")
+        steps = segment(sound(output.completion), unit="line")
         usage = usage_of(output)
         if not steps:
             return Perturbed(steps=None, reason="the model wrote nothing", usage=usage)
@@ -213,15 +240,32 @@ class ModelPerturber:
         return Perturbed(steps=steps, changes=diff(task.continuation, steps), usage=usage)
 
 
-def model_named(name: str, **arguments: Any) -> Model:
-    """An Inspect model by name.
+@asynccontextmanager
+async def closing(*actors: object) -> AsyncGenerator[None, None]:
+    """Close the connections of judges, perturbers and models at the end, those of a panel's members
+    among them. A model in this process has none and stays."""
+    try:
+        yield
+    finally:
+        for actor in actors:
+            for one in getattr(actor, "members", (actor,)):
+                model: Any = getattr(one, "model", one)
+                if not str(model).startswith(LOCAL) and hasattr(model, "api"):
+                    await model.api.aclose()
 
-    ``embedded`` is the model that comes from PyPI. Raises
-    :class:`~planaria.errors.ConfigError` when Inspect does not know the name or the provider's
-    package or key is missing.
+
+def model_named(
+    name: str, *, connections: int | None = None, temperature: float = 1.0, **arguments: Any
+) -> Model:
+    """An Inspect model by name, which takes ``connections`` requests at the same time; a model in
+    this process is kept and asked in batches of its provider's size.
+
+    ``embedded`` is the model that comes from PyPI; ``hf/OUT`` takes the model that ``planaria train
+    llm`` left in ``OUT``. Raises :class:`~planaria.errors.ConfigError` when Inspect does not know
+    the name or the provider's package or key is missing.
     """
     try:
-        from inspect_ai.model import get_model
+        from inspect_ai.model import GenerateConfig, get_model
     except ImportError as error:
         raise ConfigError(
             f"{name} needs inspect_ai, which is not installed: pip install 'planaria[eval]'"
@@ -230,11 +274,21 @@ def model_named(name: str, **arguments: Any) -> Model:
         from planaria.faithfulness.judges.embedded import embedded_folder
 
         name = f"hf/{embedded_folder()}"
+    trained = Path(name.removeprefix("hf/"), "model")
+    if name.startswith("hf/") and (trained / "config.json").is_file():
+        name = f"hf/{trained}"
+    local = name.startswith(LOCAL)
+    # A client of an API belongs to one event loop, so it is not kept for the next one.
+    arguments = {"memoize": local, **arguments}
+    if local and temperature == 0:
+        arguments.setdefault("do_sample", False)  # transformers refuses to sample at 0
     try:
-        return get_model(name, **arguments)
+        config = GenerateConfig(max_connections=None if local else connections)
+        return get_model(name, config=config, **arguments)
     except Exception as error:  # providers raise their own kinds
-        first = str(error).strip().splitlines() or [type(error).__name__]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = re.sub(r"\[/?[a-z]+\]", "", " ".join(lines[:2]) or type(error).__name__)
         raise ConfigError(
-            f"no judge or model {name!r} ({first[0][:160]}): use calculator, embedded, "
+            f"no judge or model {name!r} ({why[:240]}): use calculator, embedded, "
             "likelihood:FOLDER, several joined by +, or an Inspect model such as openai/gpt-4o-mini"
         ) from error

@@ -32,6 +32,7 @@ class PanelJudge:
         self.answers = frozenset[type]().union(*(member.answers for member in members))
         self.order_matters = any(member.order_matters for member in members)
         self.samples = any(member.samples for member in members)
+        self.concurrent = any(getattr(member, "concurrent", False) for member in members)
 
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
         """One verdict per request."""

@@ -13,6 +13,7 @@ from planaria.pathology.datasets.records import (
     Contract,
     Record,
     Validation,
+    is_name,
     read_label,
     read_table,
     validate,
@@ -43,8 +44,12 @@ SYNTHETIC = Contract(
 """For trees that :func:`planaria.pathology.synthetic.tree.write_tree` made."""
 
 
-def load_panda(folder: Path, *, contract: Contract = CONTRACT) -> tuple[list[Record], Validation]:
+def load_panda(
+    folder: Path, *, contract: Contract = CONTRACT, pixels: bool = True
+) -> tuple[list[Record], Validation]:
     """The records of ``folder`` and what is wrong with them; nothing is left out or repaired.
+
+    With ``pixels`` False the table alone is read, and records have no path.
 
     A grade that does not follow from its Gleason score is an error, except for the one case known in
     the published table (4+3 graded 2), which is a remark there and stays as published.
@@ -55,14 +60,16 @@ def load_panda(folder: Path, *, contract: Contract = CONTRACT) -> tuple[list[Rec
     remarks: list[str] = []
     for number, row in enumerate(rows, start=2):
         where = f"train.csv line {number}"
-        name = row["image_id"]
+        name = row["image_id"] or ""
+        if not is_name(name):
+            problems.append(f"{where}: image_id {name!r} is no file name")
         grade = read_label(row["isup_grade"], where=where)
         mask = folder / "train_label_masks" / f"{name}_mask.tiff"
         records.append(
             Record(
                 id=name,
                 label=grade,
-                path=folder / "train_images" / f"{name}.tiff",
+                path=folder / "train_images" / f"{name}.tiff" if pixels else None,
                 slide=name,
                 centre=row["data_provider"],
                 mask=mask if mask.is_file() else None,
@@ -83,7 +90,7 @@ def load_panda(folder: Path, *, contract: Contract = CONTRACT) -> tuple[list[Rec
     known = {record.id for record in records}
     extra = (
         sorted(p.stem for p in images.glob("*.tiff") if p.stem not in known)
-        if (images.is_dir())
+        if pixels and images.is_dir()
         else []
     )
     if extra:

@@ -17,6 +17,7 @@ from planaria.pathology.datasets.records import (
     Contract,
     Record,
     Validation,
+    is_name,
     read_label,
     read_table,
     validate,
@@ -62,8 +63,8 @@ def load_pcam(folder: Path, *, split: str) -> tuple[list[Record], Validation]:
     contract = pcam_contract(split)
     stem = f"camelyonpatch_level_2_split_{split}"
     path_x, path_y, meta = (folder / f"{stem}_{end}" for end in ("x.h5", "y.h5", "meta.csv"))
-    count = len(_array(path_x, key="x", shape=(PX, PX, 3)))
-    labels = np.asarray(_array(path_y, key="y", shape=(1, 1, 1))).reshape(-1)
+    count = len(_array(path_x, key="x", shape=(PX, PX, 3), kinds="u", bits=8))
+    labels = np.asarray(_array(path_y, key="y", shape=(1, 1, 1), kinds="iub")).reshape(-1)
     problems: list[str] = []
     if len(labels) != count:
         raise DataError(
@@ -110,7 +111,7 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
         remarks.append("patch_id_wsi.csv is missing: slides are unknown")
     records = [
         Record(
-            id=row["id"],
+            id=row["id"] or "",
             label=read_label(row["label"], where=f"train_labels.csv line {number}"),
             path=folder / "train" / f"{row['id']}.tif",
             slide=slides.get(row["id"]),
@@ -121,6 +122,11 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
     problems = (
         [f"patch_id_wsi.csv: id {unknown[0]!r} is not in train_labels.csv"] if unknown else []
     )
+    problems += [
+        f"train_labels.csv line {number}: id {record.id!r} is no file name"
+        for number, record in enumerate(records, start=2)
+        if not is_name(record.id)
+    ]
     found = validate(records, contract=KAGGLE, problems=problems)
     return records, Validation(
         contract=KAGGLE,
@@ -188,19 +194,25 @@ class FilePatches:
         return pixels, record.label
 
 
-def _array(path: Path, *, key: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _array(
+    path: Path, *, key: str, shape: tuple[int, ...], kinds: str, bits: int | None = None
+) -> NDArray[Any]:
     """The array ``key`` of an HDF5 file; pixels are not read, labels are."""
     if not path.is_file():
         raise DataError(f"{path.name}: missing; PCam's three files of a part stand in one folder")
     try:
         with h5py.File(path, "r") as file:
-            if key not in file:
+            data: Any = file.get(key)
+            if not isinstance(data, h5py.Dataset):
                 raise DataError(
-                    f"{path.name}: holds no {key!r}, only {', '.join(file) or 'nothing'}"
+                    f"{path.name}: holds no array {key!r}, only {', '.join(file) or 'nothing'}"
                 )
-            data: Any = file[key]
             if tuple(data.shape[1:]) != shape:
                 raise DataError(f"{path.name}: {key} is {tuple(data.shape)}; expected (N, {shape})")
+            kind = data.dtype
+            if kind.kind not in kinds or (bits is not None and kind.itemsize * 8 != bits):
+                wanted = "8-bit pixels" if key == "x" else "whole numbers"
+                raise DataError(f"{path.name}: {key} holds {kind}; expected {wanted}")
             return np.empty((data.shape[0], 0)) if key == "x" else data[:]
     except OSError as error:
         raise DataError(f"{path.name}: not an HDF5 file ({error}); copy it again") from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from planaria.errors import DataError
+from planaria.pathology.files import read_csv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +113,18 @@ def read_table(path: Path, *, columns: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a CSV; DataError where the file or one of ``columns`` is missing."""
     if not path.is_file():
         raise DataError(f"{path}: no such table; check the folder")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in columns if name not in (reader.fieldnames or [])]
-        if missing:
-            raise DataError(
-                f"{path.name}: column {missing[0]!r} is missing; it has "
-                f"{', '.join(reader.fieldnames or ['nothing'])}"
-            )
-        return list(reader)
+    held, rows = read_csv(path)
+    missing = [name for name in columns if name not in held]
+    if missing:
+        raise DataError(
+            f"{path.name}: column {missing[0]!r} is missing; it has {', '.join(held or ['nothing'])}"
+        )
+    return rows
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` names a file and no folder: files are read and written under such names."""
+    return text not in ("", ".", "..") and Path(text).name == text
 
 
 def read_label(text: str | None, *, where: str) -> int:

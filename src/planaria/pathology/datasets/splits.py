@@ -80,8 +80,9 @@ def find_duplicates(
     )
 
 
-def hash_files(records: Iterable[Record]) -> dict[str, int]:
-    """The hash of each record's image file; DataError for one that cannot be read."""
+def hash_files(records: Iterable[Record], *, px: int | None = None) -> dict[str, int]:
+    """The hash of each record's image file; DataError for one that cannot be read, or whose sides
+    are not ``px``."""
     out: dict[str, int] = {}
     for record in records:
         path: Path | None = record.path
@@ -89,6 +90,10 @@ def hash_files(records: Iterable[Record]) -> dict[str, int]:
             raise DataError(f"{record.id}: a record without a file; hash its pixels instead")
         try:
             with Image.open(path) as image:
+                if px is not None and image.size != (px, px):
+                    raise DataError(
+                        f"{path.name}: {image.size[0]}x{image.size[1]} px; expected {px} px"
+                    )
                 out[record.id] = perceptual_hash(image)
         except OSError as error:
             raise DataError(f"{path.name}: cannot be read ({error}); copy it again") from error

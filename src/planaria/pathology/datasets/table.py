@@ -16,12 +16,13 @@ from planaria.pathology.datasets.records import (
 
 
 def load_table(
-    table: Path, *, classes: int, images: Path | None = None
+    table: Path, *, classes: int, images: Path | None = None, pixels: bool = True
 ) -> tuple[list[Record], Validation]:
     """The records of ``table``; files are relative to ``images`` (default: the table's folder).
 
-    ``classes`` says which labels exist: 0 to ``classes`` - 1. Paths that leave the folder are
-    refused, so a table from elsewhere cannot name any file of the machine.
+    ``classes`` says which labels exist: 0 to ``classes`` - 1. With ``pixels`` False the files need
+    not be there, and records have no path: what is read of them stands elsewhere. Paths that leave
+    the folder are refused, so a table from elsewhere cannot name any file of the machine.
     """
     root = (images or table.parent).resolve()
     rows = read_table(table, columns=("file", "label"))
@@ -34,7 +35,7 @@ def load_table(
             Record(
                 id=row["file"],
                 label=read_label(row["label"], where=f"{table.name} line {number}"),
-                path=path,
+                path=path if pixels else None,
                 slide=row.get("slide") or None,
                 patient=row.get("patient") or None,
                 centre=row.get("centre") or None,

@@ -10,12 +10,25 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 from planaria.pathology.boards import BoardConfig
 
 SYNTHETIC = "synthetic"
 """``--data synthetic``: biopsies that the package makes; labelled so in everything that comes of it."""
 
 LOSSES = ("qwmse", "qwmse-ordinal", "expected-cost", "mse", "cross-entropy")
+_POSITIVE = (
+    "batch",
+    "epochs",
+    "evals",
+    "max_redo",
+    "threads",
+    "shifts",
+    "bag",
+    "hidden",
+    "offsets",
+)
 CORRECTIONS = ("batchnorm", "affine", "conv1x1", "standardise", "none")
 
 
@@ -63,6 +76,10 @@ class GleasonConfig:
     candidates: float = 1.5
     """M / N: training draws N tiles from the M best."""
 
+    offsets: int = 2
+    """Grids that training slides are cut on: the first stands still, the others are moved by a
+    random fraction of a tile, and a step draws one of them. Tests use the first."""
+
     pbir: bool = True
     """False: the slide resized to the board's size."""
 
@@ -84,6 +101,16 @@ class GleasonConfig:
     depth: float | None = None
     """Depth factor; default: the backbone's."""
 
+    features: Path | None = None
+    """Folder of frozen features, ID.h5 for each slide as CLAM and TRIDENT write them, in place of
+    pixels. What concerns boards, colours and the backbone then has no effect."""
+
+    bag: int = 512
+    """Most tiles of a slide's features that a training step draws."""
+
+    hidden: int = 256
+    """Width of the head over features."""
+
     pretrained: str = ""
     """Weight file for the backbone, a finished run's folder, or `lite0`; default: random weights."""
 
@@ -96,6 +123,12 @@ class GleasonConfig:
     epochs: int = 12
     """Passes over the training slides."""
 
+    optimizer: str = "adamw"
+    """adamw, adams, sharded or scape, as for language models."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
+
     lr: float = 3e-3
     """Highest learning rate."""
 
@@ -103,7 +136,7 @@ class GleasonConfig:
     """Steps of linear warm-up."""
 
     weight_decay: float = 1e-2
-    """Decoupled decay of AdamW."""
+    """Decoupled decay."""
 
     momentum: float = 0.1
     """BatchNorm's: MONAI's 0.01 needs more steps than small sets have."""
@@ -139,7 +172,7 @@ class GleasonConfig:
     """CPU threads per worker."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "epochs", "evals", "max_redo", "threads", "shifts"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is too small; at least 1")
         for name in ("warmup", "patience", "weight_decay", "seed", "checkpoint_every", "strength"):
@@ -161,20 +194,25 @@ class GleasonConfig:
             raise ConfigError(f"synthetic: {self.synthetic} slides; at least 12")
         if not -1 <= self.distance <= 32:
             raise ConfigError(f"distance: {self.distance} is outside -1 to 32 bits")
+        choice.check(self.optimizer, self.sparse)
+        if self.features is not None and self.pretrained:
+            raise ConfigError("pretrained: features need no backbone; drop one of both")
+        if self.features is not None and self.data == SYNTHETIC:
+            raise ConfigError("features: synthetic slides have none; give --data PANDA's folder")
         if not self.data:
             raise ConfigError("data: '' names nothing; give a folder or 'synthetic'")
         _ = self.board
 
     @property
     def board(self) -> BoardConfig:
-        """How boards are made; tiles are cut once, so the grid is not moved."""
+        """How boards are made."""
         return BoardConfig(
             tiles=self.tiles,
             px=self.px,
             mpp=self.mpp,
             candidates=self.candidates,
             pbir=self.pbir,
-            offset=False,
+            offset=self.offsets > 1,
         )
 
     @property
@@ -188,6 +226,8 @@ def as_toml(config: GleasonConfig) -> str:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = {k: v for k, v in vars(value).items() if v is not None}
         if value is not None:
             values[field.name] = str(value) if isinstance(value, Path) else value
     return tomli_w.dumps({"gleason": values})

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from planaria.errors import DataError
-from planaria.pathology.colour import to_unit
 from planaria.pathology.losses import GradeLoss
 from planaria.pathology.metrics import (
     apply_thresholds,
@@ -29,7 +28,7 @@ from planaria.pathology.metrics import (
 from planaria.pathology.training import autocast, share
 from planaria.recipes.gleason.config import GleasonConfig
 from planaria.recipes.gleason.data import Part
-from planaria.recipes.gleason.models import CLASSES
+from planaria.recipes.gleason.models import CLASSES, inputs
 
 ROUNDING = tuple(grade + 0.5 for grade in range(CLASSES - 1))
 
@@ -44,21 +43,23 @@ def expected_grades(
     world: int,
     shifts: int = 1,
 ) -> NDArray[np.float64]:
-    """The expected grade [N] of every slide of ``part``, mean of ``shifts`` boards; a collective."""
+    """The expected grade [N] of every slide of ``part``, mean of ``shifts`` boards; a collective.
+
+    Features of a slide are seen once, and one slide at a time: it has thousands of tiles.
+    """
     out = torch.zeros(len(part.labels), dtype=torch.float64)
     mine = share(len(part.labels), shard=shard, world=world)
     training = model.training
     model.eval()
-    shifts = shifts if config.pbir else 1
+    shifts = shifts if config.pbir and part.bags is None else 1
+    batch = config.batch if part.bags is None else 1
     try:
         with torch.no_grad(), autocast(config.dtype):
-            for start in range(0, len(mine), config.batch):
-                ids = mine[start : start + config.batch]
+            for start in range(0, len(mine), batch):
+                ids = mine[start : start + batch]
                 for number in range(shifts):
-                    boards = part.boards(
-                        ids, config, seed=None, shift=number * config.tiles // shifts
-                    )
-                    output = model(to_unit(torch.from_numpy(boards))).float()
+                    x = inputs(part, ids, config, shift=number * config.tiles // shifts)
+                    output = model(x).float()
                     out[torch.from_numpy(ids)] += loss.score(output).double() / shifts
     finally:
         model.train(training)

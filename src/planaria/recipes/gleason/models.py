@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from planaria.pathology.attention import FeatureConfig
 from planaria.pathology.bundle import ModelCard, build, source_colours
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
 from planaria.pathology.weights import load_weights
 from planaria.recipes.gleason.config import GleasonConfig
-from planaria.recipes.gleason.data import Prepared
+from planaria.recipes.gleason.data import Part, Prepared
 
 CLASSES = 6
 SAMPLES = 64
 """Training slides that the colours are taken from."""
+
+
+def inputs(
+    part: Part,
+    ids: NDArray[np.int64],
+    config: GleasonConfig,
+    *,
+    seed: int | None = None,
+    shift: int = 0,
+) -> Tensor:
+    """What the model sees of slides ``ids``: boards [B, 3, px, px] or bags of features [B, K, D + 1].
+
+    By chance from ``seed``; without, the whole bag, or the fixed board with ``shift``.
+    """
+    if part.bags is not None:
+        return torch.from_numpy(part.bags.batch(ids, size=config.bag, seed=seed))
+    return to_unit(torch.from_numpy(part.boards(ids, config, seed=seed, shift=shift)))
 
 
 def colours(data: Prepared, config: GleasonConfig) -> ColourStatistics:
@@ -25,17 +44,29 @@ def colours(data: Prepared, config: GleasonConfig) -> ColourStatistics:
     count = len(data.train.labels)
     ids = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
     return statistics(
-        to_unit(torch.from_numpy(data.train.boards(part, config, seed=None)))
-        for part in np.array_split(ids, -(-len(ids) // 8))
+        inputs(data.train, part, config) for part in np.array_split(ids, -(-len(ids) // 8))
     )
 
 
 def card(data: Prepared, config: GleasonConfig) -> ModelCard:
     """What the model is; cuts are set when training has ended."""
+    outputs = 1 if config.loss == "qwmse-ordinal" else CLASSES
+    bags = data.train.bags
+    if bags is not None:
+        head = FeatureConfig(
+            dim=bags.dim, classes=outputs, hidden=config.hidden, encoder=bags.encoder
+        )
+        return ModelCard(
+            kind="gleason",
+            features=head,
+            loss=config.loss,
+            classes=CLASSES,
+            trained_on=data.name,
+        )
     return ModelCard(
         kind="gleason",
         network=NetworkConfig(
-            classes=1 if config.loss == "qwmse-ordinal" else CLASSES,
+            classes=outputs,
             backbone=config.backbone,
             width=config.width,
             depth=config.depth,

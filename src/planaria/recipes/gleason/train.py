@@ -15,13 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.optim import AdamW
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import planaria
+from planaria.optim import training
+from planaria.optim.choice import OWNED
 from planaria.pathology.bundle import grade_loss, save_bundle
-from planaria.pathology.colour import to_unit
 from planaria.pathology.files import atomic, write_json
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.losses import GradeLoss
@@ -39,7 +40,7 @@ from planaria.pathology.training import (
 from planaria.recipes.gleason.config import GleasonConfig, as_toml
 from planaria.recipes.gleason.data import Prepared, prepare
 from planaria.recipes.gleason.evaluate import ROUNDING, expected_grades, measure
-from planaria.recipes.gleason.models import CLASSES, card, make, wrap
+from planaria.recipes.gleason.models import CLASSES, card, inputs, make, wrap
 
 Batch = tuple[Tensor, Tensor, NDArray[np.int64]]
 
@@ -77,11 +78,10 @@ class Job:
             batch=config.batch,
         )
         self.steps = config.epochs * self.order.steps_per_epoch
-        self.model = wrap(make(self.card, config))
+        self.network = make(self.card, config)
+        self.model = self.network if config.optimizer in OWNED else wrap(self.network)
         self.best = Best(patience=config.patience)
-        self.optimizer = AdamW(
-            self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
-        )
+        self.optimizer = self.make_optimizer()
         self.scheduler = LambdaLR(
             self.optimizer,
             lambda done: rate(done, steps=self.steps, warmup=min(config.warmup, self.steps)),
@@ -97,6 +97,23 @@ class Job:
             "scheduler": self.scheduler,
             "best": self.best,
         }
+
+    def make_optimizer(self) -> Optimizer:
+        """The one that was asked for."""
+        config = self.config
+        if config.optimizer == "adamw":
+            params = self.network.parameters()
+            return AdamW(params, lr=config.lr, weight_decay=config.weight_decay)
+        return training.make(
+            config.optimizer,
+            self.network,
+            steps=self.steps,
+            sparse=config.sparse,
+            weight_decay=config.weight_decay,
+            decay_vectors=True,
+            max_norm=config.clip,
+            lr=config.lr,
+        )
 
     def train(self, run: planaria.Run) -> None:
         """Take every step, evaluate between stretches of them, and export the result."""
@@ -114,11 +131,12 @@ class Job:
         run.final(self.finish, kappa=self.best.value, best_step=float(self.best.step))
 
     def batch(self, step: int) -> Batch:
-        """Boards [B, 3, px, px], grades [B] and numbers [B]: a function of the step alone."""
+        """Boards [B, 3, px, px] or bags of features [B, K, D + 1], grades [B] and numbers [B]: a
+        function of the step alone."""
         ids = self.order.ids(step, shard=self.shard.index)
         seed = self.order.chance(step, shard=self.shard.index)
-        boards = self.data.train.boards(ids, self.config, seed=seed)
-        return to_unit(torch.from_numpy(boards)), torch.from_numpy(self.data.train.labels[ids]), ids
+        x = inputs(self.data.train, ids, self.config, seed=seed)
+        return x, torch.from_numpy(self.data.train.labels[ids]), ids
 
     def step(
         self, run: planaria.Run, attempt: planaria.Attempt, batches: Ahead[Batch], *, last: int
@@ -131,29 +149,26 @@ class Job:
             output = self.model(x)
         loss = self.loss(output.float(), grades, weights_C=self.weights)
         loss.backward()
-        verdict = loss.detach()
-        if config.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-            verdict = verdict + 0.0 * norm
+        clipped = training.clip(self.model, self.optimizer, config.clip)
         attempt.consumed(ids.tolist())
-        attempt.finite(verdict)
+        attempt.finite(loss if clipped is None else loss + 0.0 * clipped)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         values = {"loss": float(loss.detach()), "step_s": time.monotonic() - began}
         if attempt.step == last:
-            with run.phase("evaluation"):
+            with run.phase("evaluation"), training.averaged(self.optimizer):
                 average_statistics(self.model)
                 score = self.grades("valid")
-            grade = apply_thresholds(score, ROUNDING)
-            values["val_kappa"] = kappa(self.data.valid.labels, grade, classes=CLASSES)
-            self.best.add(values["val_kappa"], step=attempt.step, model=self.model.module)
+                grade = apply_thresholds(score, ROUNDING)
+                values["val_kappa"] = kappa(self.data.valid.labels, grade, classes=CLASSES)
+                self.best.add(values["val_kappa"], step=attempt.step, model=self.network)
         return values
 
     def grades(self, name: str, *, shifts: int = 1) -> NDArray[np.float64]:
         """Expected grades of a part by its name; a collective."""
         return expected_grades(
-            self.model.module,
+            self.network,
             getattr(self.data, name),
             loss=grade_loss(self.card),
             config=self.config,
@@ -165,7 +180,7 @@ class Job:
     def finish(self) -> None:
         """Cuts, the one look at the test part, and the files; a collective."""
         config, data = self.config, self.data
-        self.model.module.load_state_dict(self.best.state)
+        self.network.load_state_dict(self.best.state)
         valid = self.grades("valid", shifts=config.shifts)
         cuts = fit_thresholds(data.valid.labels, valid, classes=CLASSES)
         test = self.grades("test", shifts=config.shifts)
@@ -179,7 +194,7 @@ class Job:
             "remarks": [*data.remarks, DISCLAIMER],
             "cuts": cuts,
             "best_step": self.best.step,
-            "averaged_over": config.shifts,
+            "averaged_over": config.shifts if data.test.bags is None else 1,
             "valid": measure(data.valid, valid, cuts=cuts),
             "test": measure(data.test, test, cuts=cuts),
             "test_rounded": measure(data.test, test),
@@ -188,13 +203,16 @@ class Job:
         rows = zip(data.test.names, data.test.labels.tolist(), test.tolist(), strict=True)
         write_json(
             out / "predictions.json",
-            [{"slide": name, "grade": grade, "score": score} for name, grade, score in rows],
+            [
+                {"slide": name, "grade": grade, "score": score, "note": DISCLAIMER}
+                for name, grade, score in rows
+            ],
         )
         counts = np.array(results["test"]["overall"]["confusion"])
         plot_confusion(
             out / "confusion.png", counts=counts, names=tuple(f"ISUP {g}" for g in range(CLASSES))
         )
-        save_bundle(out, card=dataclasses.replace(self.card, cuts=cuts), model=self.model.module)
+        save_bundle(out, card=dataclasses.replace(self.card, cuts=cuts), model=self.network)
         write_json(out / "results.json", results)
         with atomic(out / "gleason.toml") as temporary:
             temporary.write_text(as_toml(config), encoding="utf-8")

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 
 STDLIB = "stdlib"
 """The corpus that needs no download: the Python standard library's own sources."""
@@ -34,9 +36,6 @@ MODELS: dict[str, str] = {
     "llama-1.8b": "24 blocks of 2,304",
 }
 """Names that ``LlmConfig.model`` may have; :mod:`.models` holds their dimensions."""
-
-OPTIMIZERS: tuple[str, ...] = ("adamw",)
-"""Names that ``LlmConfig.optimizer`` may have; :mod:`.models` holds how each is built."""
 
 MAX_SEQUENCE = 131_072
 
@@ -107,7 +106,12 @@ class LlmConfig:
     """Optimizer steps of the run."""
 
     optimizer: str = "adamw"
-    """adamw (decoupled weight decay, arXiv 1711.05101)."""
+    """adamw (decoupled weight decay, arXiv 1711.05101); adams (half its state, arXiv 2505.16363);
+    sharded: AdamW, its state cut over the workers (ZeRO-1); scape: AdamS, cut, that sends a share of
+    the weights (arXiv 2607.01678). sharded and scape reduce gradients themselves, without DDP."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
 
     lr: float = 1e-3
     """Highest learning rate, reached after the warm-up."""
@@ -173,7 +177,12 @@ class LlmConfig:
         _one_of("model", self.model, tuple(MODELS))
         _one_of("regime", self.regime, ("ddp", "fsdp"))
         _one_of("documents", self.documents, ("file", "paragraph", "line"))
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        choice.check(self.optimizer, self.sparse)
+        if self.owned and self.regime == "fsdp":
+            raise ConfigError(
+                f"regime: fsdp cuts the weights, and optimizer = {self.optimizer} needs whole ones on "
+                "each worker; use regime = ddp, which it then does without"
+            )
         _one_of("dtype", self.dtype, ("fp32", "bf16"))
         _one_of("attention", self.attention, ("sdpa", "eager"))
         _one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
@@ -206,6 +215,11 @@ class LlmConfig:
                 f"warmup: {self.warmup} steps do not fit into steps = {self.steps}; "
                 "lower warmup or raise steps"
             )
+
+    @property
+    def owned(self) -> bool:
+        """Whether the optimizer reduces gradients itself, so that nothing wraps the model."""
+        return self.optimizer in choice.OWNED
 
     @property
     def cache_folder(self) -> Path:
@@ -280,6 +294,8 @@ def as_dict(config: LlmConfig) -> dict[str, Any]:
             continue
         if isinstance(value, Path):
             value = str(value)
+        elif dataclasses.is_dataclass(value):
+            value = {k: v for k, v in vars(value).items() if v is not None}
         elif isinstance(value, tuple):
             value = list(value)
         plain[field.name] = value

@@ -110,8 +110,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def wrap(model: nn.Module, regime: Literal["ddp", "fsdp"]) -> nn.Module:
-    """``model`` under DDP, or under FSDP2 block by block and then as a whole, on the default group."""
+def wrap(model: nn.Module, regime: Literal["ddp", "fsdp"], *, owned: bool = False) -> nn.Module:
+    """``model`` under DDP, or under FSDP2 block by block and then as a whole, on the default group.
+
+    ``owned``: as it is, for an optimizer that reduces gradients by itself.
+    """
+    if owned:
+        return model
     if regime == "ddp":
         return DistributedDataParallel(model)
     for block in blocks(model):

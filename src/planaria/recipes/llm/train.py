@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
@@ -19,12 +18,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import planaria
+from planaria.optim import training
 from planaria.recipes.llm import export
 from planaria.recipes.llm.config import LlmConfig
 from planaria.recipes.llm.data import Corpus, Numbers, Order, prepare
@@ -65,8 +63,9 @@ class Job:
             batch=config.batch,
             accumulate=config.accumulate,
         )
-        self.model = wrap(make(config, self.corpus.vocabulary), config.regime)
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model, config)
+        whole = make(config, self.corpus.vocabulary)
+        self.model = wrap(whole, config.regime, owned=config.owned)
+        self.optimizer = optimizer(self.model, config)
         self.scheduler = LambdaLR(self.optimizer, lambda done: rate(config, done))
         self.board = Board(config.out / "tensorboard")
         # Weights are equal everywhere; dropout must differ from shard to shard.
@@ -103,7 +102,8 @@ class Job:
 
     def finish(self) -> None:
         """Write what is left of the scalars, and the model; a collective under FSDP2."""
-        state = export.full_state(self.model)
+        with training.averaged(self.optimizer):
+            state = export.full_state(self.model)
         if self.shard.index == 0:
             self.board.write(upto=self.config.steps, now=True)
             self.board.close()
@@ -119,16 +119,15 @@ class Job:
         config = self.config
         loss, ids = self.gradients(attempt.step)
         values: dict[str, float] = {}
-        verdict = loss
-        if config.clip is not None:
-            norm = _local(nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
-            values |= {"grad_norm": float(norm)}
-            # A finite loss can have an infinite gradient; one agreement judges both.
-            verdict = loss + 0.0 * norm
+        clipped = training.clip(self.model, self.optimizer, config.clip)
         attempt.consumed(ids.tolist())
-        attempt.finite(verdict)
+        # A finite loss can have an infinite gradient; one agreement judges both.
+        attempt.finite(loss if clipped is None else loss + 0.0 * clipped)
         values["lr"] = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
+        norm = training.norm_of_step(self.optimizer, clipped)
+        if norm is not None:
+            values["grad_norm"] = norm
         self.scheduler.step()
         self.optimizer.zero_grad()
         values["loss"] = self.mean(loss)
@@ -136,7 +135,7 @@ class Job:
         values["tokens_per_s"] = tokens / (time.monotonic() - self.since)
         due = config.eval_every and attempt.step % config.eval_every == 0
         if due or attempt.step == config.steps:
-            with run.phase("evaluation"):
+            with run.phase("evaluation"), training.averaged(self.optimizer):
                 result = self.evaluate()
             values |= {"val_loss": result.loss, "perplexity": result.perplexity}
         return values
@@ -150,7 +149,9 @@ class Job:
             ids = self.order.ids(step, shard=self.shard.index, micro=micro)
             taken.append(ids)
             ids_BT = torch.from_numpy(self.corpus.batch(ids))
-            with _reducing(self.model, last=micro == config.accumulate - 1):
+            last = micro == config.accumulate - 1
+            more = nullcontext() if last else training.accumulating(self.model, self.optimizer)
+            with more:
                 with autocast(config):
                     logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
                 loss = causal_loss(logits_BTV, ids_BT) / config.accumulate
@@ -190,27 +191,17 @@ def autocast(config: LlmConfig) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if config.dtype == "bf16" else nullcontext()
 
 
-def adamw(model: nn.Module, config: LlmConfig) -> Optimizer:
-    """AdamW that decays matrices and leaves vectors alone; one fused kernel per group."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module, LlmConfig], Optimizer]] = {"adamw": adamw}
-"""Name in the configuration, and how it is built; one line enrols another."""
-
-
-def _reducing(model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-    """DDP adds up gradients locally until the last micro-batch; FSDP2 reduces each, to hold less."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    return nullcontext()
-
-
-def _local(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def optimizer(model: nn.Module, config: LlmConfig) -> Optimizer:
+    """``config.optimizer``, which decays matrices and leaves vectors alone."""
+    return training.make(
+        config.optimizer,
+        model,
+        steps=config.steps,
+        sparse=config.sparse,
+        weight_decay=config.weight_decay,
+        max_norm=config.clip,
+        nonfinite="skip" if config.on_nonfinite == "skip" else "raise",
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+    )

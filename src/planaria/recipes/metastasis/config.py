@@ -10,6 +10,8 @@ from typing import Any, Literal
 import tomli_w
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 
 SYNTHETIC = "synthetic"
 """``--data synthetic``: patches that the package makes; labelled so in everything that comes of it."""
@@ -75,6 +77,17 @@ class MetastasisConfig:
     turns: bool = True
     """Turns and mirrorings in training."""
 
+    features: Path | None = None
+    """Folder of frozen features (H5 as CLAM and TRIDENT write them) in place of pixels: NAME.h5 for
+    each row of the CSV, or train.h5, valid.h5 and test.h5 in the order of PCam's patches. What
+    concerns pixels and the backbone then has no effect."""
+
+    bag: int = 512
+    """Most tiles of a slide's features that a training step draws."""
+
+    hidden: int = 256
+    """Width of the head over features."""
+
     pretrained: str = ""
     """Weight file for the backbone, a finished run's folder, or `lite0`; default: random weights."""
 
@@ -91,6 +104,12 @@ class MetastasisConfig:
     epochs: int = 8
     """Passes over the training part (the paper: 30)."""
 
+    optimizer: str = "adamw"
+    """adamw, adams, sharded or scape, as for language models (strict only; the paper's is Adam)."""
+
+    sparse: SparseConfig = dataclasses.field(default_factory=SparseConfig)
+    """Options of optimizer = scape."""
+
     lr: float = 3e-3
     """Highest learning rate. Source: released code."""
 
@@ -98,7 +117,7 @@ class MetastasisConfig:
     """Steps of linear warm-up (strict only)."""
 
     weight_decay: float = 1e-2
-    """Decoupled decay of AdamW (strict only; the paper's Adam has none)."""
+    """Decoupled decay (strict only; the paper's Adam has none)."""
 
     momentum: float = 0.1
     """BatchNorm's: MONAI's 0.01 needs more steps than small sets have."""
@@ -137,7 +156,7 @@ class MetastasisConfig:
     """CPU threads per worker."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "epochs", "evals", "max_redo", "threads"):
+        for name in ("batch", "epochs", "evals", "max_redo", "threads", "bag", "hidden"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is too small; at least 1")
         for name in ("warmup", "patience", "weight_decay", "seed", "checkpoint_every"):
@@ -157,8 +176,26 @@ class MetastasisConfig:
             raise ConfigError(f"distance: {self.distance} is outside -1 to 32 bits")
         if self.preset == "paper" and self.pretrained:
             raise ConfigError("pretrained: the paper's preset starts from random weights; drop it")
+        choice.check(self.optimizer, self.sparse)
+        if self.preset == "paper" and self.optimizer != "adamw":
+            raise ConfigError(
+                f"optimizer: {self.optimizer!r} is set, and the paper's preset trains with Adam; "
+                "leave it out, or use preset = strict"
+            )
+        if self.features is not None:
+            self._check_features()
         if not self.data:
             raise ConfigError("data: '' names nothing; give a folder, a CSV or 'synthetic'")
+
+    def _check_features(self) -> None:
+        if self.preset == "paper":
+            raise ConfigError("features: the paper's preset trains on pixels; drop one of both")
+        if self.pretrained:
+            raise ConfigError("pretrained: features need no backbone; drop one of both")
+        if self.data == SYNTHETIC:
+            raise ConfigError(
+                "features: synthetic patches have none; give --data a CSV or PCam's folder"
+            )
 
     @property
     def fill(self) -> str:
@@ -177,12 +214,13 @@ def as_toml(config: MetastasisConfig) -> str:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A configuration as plain values: paths as text, tuples as lists, None left out."""
+    """A configuration as plain values: paths as text, tuples as lists, None left out, nested ones too."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is None:
             continue
         value = str(value) if isinstance(value, Path) else value
+        value = plain(value) if dataclasses.is_dataclass(value) else value
         values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.errors import DataError
-from planaria.pathology.datasets.patches import FilePatches, H5Patches, load_kaggle, load_pcam
+from planaria.pathology.datasets.features import Bags, with_features
+from planaria.pathology.datasets.patches import (
+    PX,
+    FilePatches,
+    H5Patches,
+    load_kaggle,
+    load_pcam,
+)
 from planaria.pathology.datasets.records import Record, Validation
 from planaria.pathology.datasets.splits import (
     Duplicates,
@@ -22,6 +29,7 @@ from planaria.pathology.datasets.splits import (
     find_duplicates,
     grouped_folds,
     hash_files,
+    units,
 )
 from planaria.pathology.datasets.table import load_table
 from planaria.pathology.files import atomic
@@ -45,7 +53,8 @@ class Patches(Protocol):
 class Part:
     """One part of the split."""
 
-    patches: Patches
+    patches: Patches | Bags
+    """Pixels, or frozen features: a row of them for each patch, or a bag for each slide."""
     labels: NDArray[np.int64]
     """[N], 0 or 1."""
     groups: NDArray[np.str_]
@@ -54,7 +63,8 @@ class Part:
     """[N], the laboratory; ``?`` where unknown."""
 
     def batch(self, ids: NDArray[np.int64]) -> tuple[Pixels, NDArray[np.int64]]:
-        """Patches [B, px, px, 3] and labels [B]."""
+        """Patches [B, px, px, 3] and labels [B]; of pixels only."""
+        assert not isinstance(self.patches, Bags), "features have no pixels"
         rows = [self.patches[int(i)] for i in ids]
         return np.stack([row[0] for row in rows]), np.array([row[1] for row in rows])
 
@@ -101,13 +111,18 @@ def prepare(config: MetastasisConfig) -> Prepared:
     if not path.exists():
         raise DataError(f"data: {path} does not exist; give a folder, a CSV or 'synthetic'")
     if path.is_file():
-        records, found = load_table(path, classes=2)
+        records, found = load_table(path, classes=2, pixels=config.features is None)
         return _split(records, found, config)
     if (path / "train_labels.csv").is_file():
+        if config.features is not None:
+            raise DataError(
+                "features: Kaggle's folder is read as pixels; give --data a CSV with columns file, "
+                "label and slide"
+            )
         records, found = load_kaggle(path)
         return _split(records, found, config)
     if list(path.glob("camelyonpatch_level_2_split_*_x.h5")):
-        return _pcam(path)
+        return _pcam(path, config.features)
     raise DataError(
         f"data: {path} holds neither PCam's camelyonpatch_level_2_split_*_x.h5 nor Kaggle's "
         "train_labels.csv; give one of these folders, or a CSV with columns file and label"
@@ -147,7 +162,7 @@ def _synthetic(config: MetastasisConfig) -> Prepared:
     )
 
 
-def _pcam(folder: Path) -> Prepared:
+def _pcam(folder: Path, features: Path | None) -> Prepared:
     parts: list[Part] = []
     remarks: list[str] = []
     everything: list[Record] = []
@@ -156,11 +171,16 @@ def _pcam(folder: Path) -> Prepared:
         records, found = load_pcam(folder, split=split)
         found.raise_errors()
         remarks += found.remarks
-        path = folder / f"camelyonpatch_level_2_split_{split}_x.h5"
-        parts.append(_part(records, H5Patches(path, records=records)))
+        if features is None:
+            path = folder / f"camelyonpatch_level_2_split_{split}_x.h5"
+            patches = H5Patches(path, records=records)
+        else:
+            patches = Bags([features / f"{split}.h5"], rows=range(len(records)))
+        parts.append(_part(records, patches))
         everything += records
         where += [split] * len(records)
     check_split(everything, parts=where)
+    _check_classes(("train", "valid", "test"), parts)
     return Prepared(
         train=parts[0],
         valid=parts[1],
@@ -174,6 +194,9 @@ def _pcam(folder: Path) -> Prepared:
 def _split(records: list[Record], found: Validation, config: MetastasisConfig) -> Prepared:
     found.raise_errors()
     remarks = list(found.remarks)
+    if config.features is not None:
+        records, left_out = with_features(records, folder=config.features)
+        remarks += left_out
     if config.preset == "paper":
         parts = _by_image(records, seed=config.seed)
         remarks.append(
@@ -184,15 +207,29 @@ def _split(records: list[Record], found: Validation, config: MetastasisConfig) -
             records, parts, names=("train", "valid"), by="image", found=found, remarks=remarks
         )
     duplicates: Duplicates | None = None
-    if config.distance >= 0:
-        duplicates = find_duplicates(records, hashes=hash_files(records), distance=config.distance)
+    if config.features is not None:
+        remarks.append("near-duplicates are not looked for among features")
+    elif config.distance >= 0:
+        duplicates = find_duplicates(
+            records, hashes=hash_files(records, px=PX), distance=config.distance
+        )
         remarks.append(duplicates.line())
         _log.info("%s", duplicates.line())
-    folds = grouped_folds(records, folds=10, seed=config.seed, duplicates=duplicates)
+    # A tenth each for validation and test; more where there are fewer than ten slides.
+    count = max(units(records, duplicates=duplicates)) + 1
+    folds = grouped_folds(
+        records, folds=min(10, max(3, count)), seed=config.seed, duplicates=duplicates
+    )
     parts = np.where(folds == 0, "test", np.where(folds == 1, "valid", "train"))
     by = records[0].unit.split(" ")[0]
     return _prepared(
-        records, parts, names=("train", "valid", "test"), by=by, found=found, remarks=remarks
+        records,
+        parts,
+        names=("train", "valid", "test"),
+        by=by,
+        found=found,
+        remarks=remarks,
+        features=config.features,
     )
 
 
@@ -215,14 +252,13 @@ def _prepared(
     by: str,
     found: Validation,
     remarks: list[str],
+    features: Path | None = None,
 ) -> Prepared:
     made = [
-        _part(chosen, FilePatches(chosen))
+        _part(chosen, FilePatches(chosen) if features is None else _bags(chosen))
         for chosen in ([r for r, p in zip(records, parts, strict=True) if p == n] for n in names)
     ]
-    for name, part in zip(names, made, strict=True):
-        if len(np.unique(part.labels)) < 2:
-            raise DataError(f"the {name} part holds one class only; more slides are needed")
+    _check_classes(names, made)
     return Prepared(
         train=made[0],
         valid=made[1],
@@ -233,7 +269,17 @@ def _prepared(
     )
 
 
-def _part(records: Sequence[Record], patches: Patches) -> Part:
+def _check_classes(names: Sequence[str], parts: Sequence[Part]) -> None:
+    for name, part in zip(names, parts, strict=True):
+        if len(np.unique(part.labels)) < 2:
+            raise DataError(f"the {name} part holds one class only; more slides are needed")
+
+
+def _bags(records: Sequence[Record]) -> Bags:
+    return Bags([record.path for record in records if record.path is not None])
+
+
+def _part(records: Sequence[Record], patches: Patches | Bags) -> Part:
     return Part(
         patches=patches,
         labels=np.array([record.label for record in records], dtype=np.int64),

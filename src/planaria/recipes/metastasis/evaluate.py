@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from planaria.errors import DataError
 from planaria.pathology.colour import to_unit
+from planaria.pathology.datasets.features import Bags
 from planaria.pathology.files import atomic
 from planaria.pathology.metrics import auc, binary_report, bootstrap, by_centre
 from planaria.pathology.training import autocast, share
@@ -29,23 +30,29 @@ def probabilities(
 ) -> NDArray[np.float64]:
     """The probability [N] of tumour for every patch of ``part``; a collective.
 
-    ``average``: 1, or 8 to take the mean over all turns and mirrorings. Uses no random numbers and
-    leaves the model in the mode that it had.
+    ``average``: 1, or 8 to take the mean over all turns and mirrorings; features have none. Uses no
+    random numbers and leaves the model in the mode that it had.
     """
     out = torch.zeros(len(part.labels), dtype=torch.float64)
     mine = share(len(part.labels), shard=shard, world=world)
     training = model.training
     model.eval()
+    bags = part.patches if isinstance(part.patches, Bags) else None
+    # A slide has thousands of tiles, each a thousand numbers: one slide at a time.
+    batch = BATCH if bags is None or bags.single else 1
     try:
         with torch.no_grad(), autocast(dtype):
-            for start in range(0, len(mine), BATCH):
-                ids = mine[start : start + BATCH]
-                x = to_unit(torch.from_numpy(part.batch(ids)[0]))
+            for start in range(0, len(mine), batch):
+                ids = mine[start : start + batch]
+                if bags is None:
+                    seen = views(to_unit(torch.from_numpy(part.batch(ids)[0])), average)
+                else:
+                    seen = [torch.from_numpy(bags.batch(ids))]
                 total = sum(
-                    (model(view)[:, 0].float().sigmoid().double() for view in views(x, average)),
+                    (model(view)[:, 0].float().sigmoid().double() for view in seen),
                     start=torch.zeros(len(ids), dtype=torch.float64),
                 )
-                out[torch.from_numpy(ids)] = total / average
+                out[torch.from_numpy(ids)] = total / len(seen)
     finally:
         model.train(training)
     if dist.is_initialized():

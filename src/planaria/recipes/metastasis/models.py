@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from planaria.pathology.attention import FeatureConfig
 from planaria.pathology.bundle import ModelCard, build, source_colours
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
+from planaria.pathology.datasets.features import Bags
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
 from planaria.pathology.weights import load_weights
@@ -32,6 +34,12 @@ def colours(data: Prepared, config: MetastasisConfig) -> ColourStatistics:
 
 def card(data: Prepared, config: MetastasisConfig) -> ModelCard:
     """What the model is; the threshold is set when training has ended."""
+    bags = data.train.patches
+    if isinstance(bags, Bags):
+        head = FeatureConfig(
+            dim=bags.dim, hidden=config.hidden, single=bags.single, encoder=bags.encoder
+        )
+        return ModelCard(kind="metastasis", features=head, trained_on=data.name)
     lite = config.pretrained == "lite0"
     return ModelCard(
         kind="metastasis",

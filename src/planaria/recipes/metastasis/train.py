@@ -15,15 +15,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import Adam, AdamW
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import planaria
+from planaria.optim import training
+from planaria.optim.choice import OWNED
 from planaria.pathology.augment import CropConfig, random_center_crop, random_turn
 from planaria.pathology.bundle import save_bundle
 from planaria.pathology.colour import to_unit
+from planaria.pathology.datasets.features import Bags
 from planaria.pathology.files import atomic, write_json
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.metrics import auc, operating_point
@@ -78,14 +81,10 @@ class Job:
             batch=config.batch,
         )
         self.steps = config.epochs * self.order.steps_per_epoch
-        self.model = wrap(make(self.card, config))
+        self.network = make(self.card, config)
+        self.model = self.network if config.optimizer in OWNED else wrap(self.network)
         self.best = Best(patience=config.patience)
-        if config.preset == "paper":
-            self.optimizer = Adam(self.model.parameters(), lr=config.lr)
-        else:
-            self.optimizer = AdamW(
-                self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
-            )
+        self.optimizer = self.make_optimizer()
         self.scheduler = LambdaLR(self.optimizer, self.rate)
         # Weights are equal everywhere; dropout must differ from shard to shard.
         torch.manual_seed(self.order.chance(0, shard=shard.index))
@@ -97,6 +96,25 @@ class Job:
             "scheduler": self.scheduler,
             "best": self.best,
         }
+
+    def make_optimizer(self) -> Optimizer:
+        """The preset's, or the one that was asked for instead."""
+        config = self.config
+        if config.preset == "paper":
+            return Adam(self.network.parameters(), lr=config.lr)
+        if config.optimizer == "adamw":
+            params = self.network.parameters()
+            return AdamW(params, lr=config.lr, weight_decay=config.weight_decay)
+        return training.make(
+            config.optimizer,
+            self.network,
+            steps=self.steps,
+            sparse=config.sparse,
+            weight_decay=config.weight_decay,
+            decay_vectors=True,
+            max_norm=config.clip,
+            lr=config.lr,
+        )
 
     def rate(self, done: int) -> float:
         """Share of the highest learning rate after ``done`` steps."""
@@ -122,12 +140,18 @@ class Job:
         run.final(self.finish, **result)
 
     def batch(self, step: int) -> Batch:
-        """Augmented patches [B, 3, px, px], labels [B] and numbers [B]: a function of the step."""
+        """Augmented patches [B, 3, px, px] or bags of features [B, K, D + 1], labels [B] and
+        numbers [B]: a function of the step."""
         config = self.config
+        part = self.data.train
         ids = self.order.ids(step, shard=self.shard.index)
-        pixels, labels = self.data.train.batch(ids)
+        chance = self.order.chance(step, shard=self.shard.index)
+        if isinstance(part.patches, Bags):
+            bags = part.patches.batch(ids, size=config.bag, seed=chance)
+            return torch.from_numpy(bags), torch.from_numpy(part.labels[ids]), ids
+        pixels, labels = part.batch(ids)
         x = to_unit(torch.from_numpy(pixels))
-        generator = torch.Generator().manual_seed(self.order.chance(step, shard=self.shard.index))
+        generator = torch.Generator().manual_seed(chance)
         if config.rcc:
             x = random_center_crop(x, generator=generator, config=CropConfig(fill=config.fill))
         if config.turns:
@@ -146,28 +170,25 @@ class Job:
         weight = None if self.weights is None else self.weights[labels]
         loss = binary_cross_entropy_with_logits(logits.float(), labels.float(), weight=weight)
         loss.backward()
-        verdict = loss.detach()
-        if config.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-            verdict = verdict + 0.0 * norm
+        clipped = training.clip(self.model, self.optimizer, config.clip)
         attempt.consumed(ids.tolist())
-        attempt.finite(verdict)
+        attempt.finite(loss if clipped is None else loss + 0.0 * clipped)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         values = {"loss": float(loss.detach()), "step_s": time.monotonic() - began}
         if attempt.step == last:
-            with run.phase("evaluation"):
+            with run.phase("evaluation"), training.averaged(self.optimizer):
                 average_statistics(self.model)
                 found = self.probabilities("valid")
-            values["val_auc"] = auc(self.data.valid.labels, found)
-            self.best.add(values["val_auc"], step=attempt.step, model=self.model.module)
+                values["val_auc"] = auc(self.data.valid.labels, found)
+                self.best.add(values["val_auc"], step=attempt.step, model=self.network)
         return values
 
     def probabilities(self, name: str, *, average: int = 1) -> NDArray[np.float64]:
         """Probabilities for a part by its name; a collective."""
         return probabilities(
-            self.model.module,
+            self.network,
             getattr(self.data, name),
             shard=self.shard.index,
             world=self.shard.world,
@@ -178,7 +199,7 @@ class Job:
     def finish(self) -> None:
         """The operating point, the one look at the test part, and the files; a collective."""
         config = self.config
-        self.model.module.load_state_dict(self.best.state)
+        self.network.load_state_dict(self.best.state)
         valid = self.probabilities("valid", average=config.views)
         cut = operating_point(self.data.valid.labels, valid, sensitivity=config.sensitivity)
         cut = float(np.clip(cut, 1e-6, 1 - 1e-6))
@@ -189,7 +210,7 @@ class Job:
             "threshold": cut,
             "chosen_by": f"sensitivity {config.sensitivity:g} on the validation part",
             "best_step": self.best.step,
-            "averaged_over": config.views,
+            "averaged_over": 1 if isinstance(self.data.valid.patches, Bags) else config.views,
             "valid": measure(self.data.valid, valid, threshold=cut),
         }
         tested = self.data.test
@@ -206,7 +227,7 @@ class Job:
             binary_plots(out, labels=tested.labels, probability=found, threshold=cut)
             write_predictions(out / "predictions.csv", tested, probability=found)
         done = dataclasses.replace(self.card, threshold=cut)
-        save_bundle(out, card=done, model=self.model.module)
+        save_bundle(out, card=done, model=self.network)
         write_json(out / "results.json", results)
         with atomic(out / "metastasis.toml") as temporary:
             temporary.write_text(as_toml(config), encoding="utf-8")

@@ -30,6 +30,7 @@ STICKY: tuple[type[messages.Message], ...] = (
     messages.Joinless,
     messages.Report,
     messages.Restored,
+    messages.Broke,
     messages.Committed,
     messages.Durable,
     messages.Finished,
@@ -51,6 +52,10 @@ class Whereabouts:
     """Collectives it has entered in this epoch."""
     inside: bool = False
     """Whether it waits in one now."""
+    waiting: bool = False
+    """Whether it waits for protection."""
+    moved: int = 0
+    """Bytes of state that this worker has sent and received."""
 
 
 class Keys:
@@ -278,7 +283,14 @@ class Member:
 
     def _pong(self, ping: messages.Ping) -> None:
         at = self.whereabouts()
-        pong = messages.Pong(seq=ping.seq, step=at.step, collective=at.collective, inside=at.inside)
+        pong = messages.Pong(
+            seq=ping.seq,
+            step=at.step,
+            collective=at.collective,
+            inside=at.inside,
+            waiting=at.waiting,
+            moved=at.moved,
+        )
         self._stream.send(pong, keep=False)
 
     def _lose(self, reason: str | None) -> None:

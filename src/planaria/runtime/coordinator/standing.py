@@ -28,7 +28,7 @@ def standing(
                 owner=owner,
                 node="" if owner is None else state.members[owner].node,
                 holder=state.holders.get(shard),
-                generation=max(state.ledger.get(shard, ()), default=state.committed),
+                generation=state.ledger.get(shard, state.committed),
                 protected=state.protected and shard in state.holders,
                 step=0 if owner is None else step_of(owner),
             )

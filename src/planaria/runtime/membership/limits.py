@@ -103,6 +103,8 @@ class Whereabouts:
     """Collectives it has entered in this epoch."""
     inside: bool
     """Whether its training thread waits in one."""
+    waiting: bool = False
+    """Whether its training thread waits for protection, so for others."""
 
 
 def blame(
@@ -111,8 +113,9 @@ def blame(
     """The owner that holds up the others, and why it is thought so; None where nobody stands out.
 
     First who does not answer pings (the longest silent one), then who is outside of every
-    collective while others wait in one, then who has entered the fewest. Among equals the one that
-    is named first in ``progress``.
+    collective while others wait in one, or for protection, then who has entered the fewest. Among
+    equals the one that is named first in ``progress``. Who waits for protection waits for others,
+    and is never blamed for more than silence.
     """
     if not progress:
         return None, "there are no owners"
@@ -122,18 +125,30 @@ def blame(
         return silent, (
             f"{silent} has not answered a ping for {silence:.1f} s (limit {limits.silence:g} s)"
         )
-    outside = [worker for worker, where in progress.items() if not where.inside]
-    waiting = len(progress) - len(outside)
-    if waiting and outside:
-        last = min(outside, key=lambda worker: progress[worker].collective)
-        return last, (
-            f"{last} is in no collective, {waiting} of {len(progress)} owners wait in one "
-            f"({last} has entered {progress[last].collective})"
+    free = [worker for worker, where in progress.items() if not where.waiting]
+    if not free:
+        return None, (
+            f"all {len(progress)} owners wait for protection and nothing is sent: nobody stands out"
         )
-    last = min(progress, key=lambda worker: progress[worker].collective)
+    outside = [worker for worker in free if not progress[worker].inside]
+    waiting, idle = len(free) - len(outside), len(progress) - len(free)
+    if outside and (waiting or idle):
+        last = min(outside, key=lambda worker: progress[worker].collective)
+        others = f"{waiting} of {len(progress)} owners wait in one"
+        if not waiting:
+            others = f"{idle} of {len(progress)} owners wait for its state to be protected"
+        return last, (
+            f"{last} is in no collective, {others} ({last} has entered {progress[last].collective})"
+        )
+    last = min(free, key=lambda worker: progress[worker].collective)
     fewest = progress[last].collective
     most = max(where.collective for where in progress.values())
     if fewest < most:
         return last, f"{last} has entered {fewest} collectives, others up to {most}"
     what = "wait in the same collective" if waiting else "compute"
+    if idle:
+        return None, (
+            f"{idle} of {len(progress)} owners wait for protection and the others {what}: nobody "
+            "stands out"
+        )
     return None, f"all {len(progress)} owners {what}: nobody stands out"

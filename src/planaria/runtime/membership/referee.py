@@ -47,8 +47,8 @@ class Referee:
     assigned: dict[tuple[int, Shard], Worker] = field(default_factory=dict)
     gone: set[Worker] = field(default_factory=set)
     reports: dict[Shard, Report] = field(default_factory=dict)
-    copies: dict[int, set[Shard]] = field(default_factory=lambda: defaultdict(set))
-    """Per generation of this epoch: the shards whose two copies are complete."""
+    copies: dict[Shard, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Per shard: the generations of this epoch whose two copies were complete."""
     told: int | None = None
     """Newest generation that was announced as committed for all."""
     exposed: int = 0
@@ -105,7 +105,7 @@ class Referee:
         if isinstance(event, Reported) and self._counts(before, event.worker, event.message):
             self.reports[event.message.shard] = event.message
         elif isinstance(event, CommittedBy) and self._counts(before, event.worker, event.message):
-            self.copies[event.message.generation].add(event.message.shard)
+            self.copies[event.message.shard].add(event.message.generation)
 
     @staticmethod
     def _counts(before: State, worker: Worker, message: Message) -> bool:
@@ -189,7 +189,7 @@ class Referee:
             own = self.reports[shard]
             held = () if keeper is None else keeper.held.get(shard, ())
             if generation in own.captured and generation in held:
-                self.copies[generation].add(shard)
+                self.copies[shard].add(generation)
 
     def _check_announcement(self, after: State, message: AllCommitted) -> None:
         assert message.epoch == after.epoch, "an announcement of another epoch"
@@ -197,10 +197,12 @@ class Referee:
         assert self.told is None or generation >= self.told, (
             f"generation {generation} is announced after {self.told}"
         )
-        missing = after.config.world - len(self.copies[generation])
+        # Captures go to the holder in order: who has a newer one complete has had this one, too.
+        has = sum(max(made) >= generation for made in self.copies.values())
+        missing = after.config.world - has
         assert missing == 0, f"generation {generation} is announced, {missing} shards lack it"
-        for old in [g for g in self.copies if g < generation]:
-            del self.copies[old]
+        for made in self.copies.values():
+            made.difference_update([g for g in made if g < generation and g != max(made)])
         self.generations += 1
         self.told = generation
         # A world of one commits alone while no spare is there to keep a copy.

@@ -45,10 +45,10 @@ from planaria.runtime.membership.events import (
     SpareTimedOut,
     StopRequested,
 )
+from planaria.runtime.membership.ledger import enter
 from planaria.runtime.membership.planning import name_shards
 from planaria.runtime.membership.state import Member, MembershipConfig, State, Transition
 from planaria.runtime.membership.succession import (
-    announce,
     decide,
     end,
     fill,
@@ -58,7 +58,7 @@ from planaria.runtime.membership.succession import (
     regroup,
     rehold,
 )
-from planaria.runtime.messages import Assign, Fence, Released, Shard, Worker
+from planaria.runtime.messages import Assign, Break, Fence, Released, Shard, Worker
 
 __all__ = ["MembershipConfig", "State", "Transition", "recipients", "refusal", "step"]
 
@@ -124,18 +124,9 @@ def _attached(state: State, event: Attached) -> Transition:
     known = state.members.get(event.worker)
     if known is not None:
         member = replace(known, address=event.address)
-        told: tuple[AnyAction, ...] = ()
-        fresh = state.phase == "building"
-        if known.shard is not None and (fresh or known.shard in state.lost):
-            # It may have been called while it had no stream, and would wait for that word for
-            # ever; who has heard it loses nothing by hearing it twice.
-            assign = Assign(
-                epoch=state.epoch, shard=known.shard, world=state.config.world, fresh=fresh
-            )
-            told = (Send(worker=event.worker, message=assign),)
         return Transition(
             replace(state, members=state.members.set(event.worker, member)),
-            told,
+            tuple(Send(worker=event.worker, message=word) for word in _missed(state, known)),
             f"worker {event.worker} is attached again",
         )
     member = Member(
@@ -154,6 +145,21 @@ def _attached(state: State, event: Attached) -> Transition:
     )
     record = Record(name="attached", fields={"worker": event.worker, "node": event.node})
     return Transition(state, (record,), f"worker {event.worker} on {event.node} is attached")
+
+
+def _missed(state: State, member: Member) -> Iterator[Assign | Break]:
+    """What an owner that attaches again may have been told while it had no stream.
+
+    It would wait for that word for ever; who has heard it loses nothing by hearing it twice.
+    """
+    if member.shard is None:
+        return
+    fresh = state.phase == "building"
+    if fresh or member.shard in state.lost:
+        yield Assign(epoch=state.epoch, shard=member.shard, world=state.config.world, fresh=fresh)
+    elif state.phase in ("recovering", "waiting"):
+        reason = f"epoch {state.epoch} began while {member.worker} had no stream"
+        yield Break(epoch=state.epoch, reason=reason, lost=state.lost)
 
 
 def _became_ready(state: State, event: BecameReady) -> Transition:
@@ -305,24 +311,7 @@ def _committed(state: State, event: CommittedBy) -> Transition:
         return _unchanged(state, f"epoch {state.epoch} has no plan yet")
     if event.message.alone and shard in state.holders:
         return _unchanged(state, f"shard {shard} has a holder now, which has not got {generation}")
-    floor = max(state.plan.generation or 0, state.committed or 0)
-    if state.announced is not None:
-        floor = state.announced + 1
-    before = state.ledger.get(shard, ())
-    if generation < floor or generation in before:
-        return _unchanged(state, f"generation {generation} of shard {shard} is known")
-    count = state.tally.get(generation, 0) + 1
-    state = replace(
-        state,
-        ledger=state.ledger.set(shard, (*(g for g in before if g >= floor), generation)),
-        tally=state.tally.set(generation, count),
-    )
-    missing = state.config.world - count
-    if missing:
-        return _unchanged(
-            state, f"generation {generation} is committed for shard {shard}; {missing} are missing"
-        )
-    return announce(state, generation)
+    return enter(state, shard, generation)
 
 
 def _durable(state: State, event: DurableBy) -> Transition:

@@ -114,10 +114,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Newest generation for which ``AllCommitted`` was sent to the present holders' owners."""
     protected: bool = False
     """Whether every shard of this epoch has its state at a generation twice."""
-    ledger: Map[Shard, tuple[int, ...]] = Map()
-    """Generations committed per shard in this epoch, newer than ``announced``."""
+    ledger: Map[Shard, int] = Map()
+    """Newest generation that each shard has committed in this epoch; all before it are, too."""
     tally: Map[int, int] = Map()
-    """How many shards have committed each of those generations."""
+    """For how many shards a generation is that newest one; none is there for none."""
     durable: int | None = None
     """Newest published durable checkpoint."""
     written: Map[int, Map[Shard, bool]] = Map()
@@ -129,6 +129,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     losses: Map[Shard, int] = Map()
     """Losses of a shard's owner that no plan has yet put to a step."""
     swaps: Map[Shard, Swaps] = Map()
+    regrouped: str = ""
+    """Why the owners last regrouped though nobody was lost; for messages."""
     owed: int = 0
     """Fresh spares to ask for once this recovery is over: their start would take processor time
     from it."""
@@ -141,6 +143,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     end: str = ""
     """Why the run has ended."""
+    exit_code: int = 0
+    """What it has ended with."""
 
 
 class Transition(msgspec.Struct, frozen=True):

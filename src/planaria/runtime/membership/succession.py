@@ -25,15 +25,14 @@ from planaria.runtime.membership.events import (
     StartTimer,
     WantSpare,
 )
+from planaria.runtime.membership.ledger import announce, still_held
 from planaria.runtime.membership.state import Member, State, Swaps, Transition
 from planaria.runtime.messages import (
-    AllCommitted,
     Assign,
     Break,
     Fence,
     Hold,
     Owner,
-    Report,
     Shard,
     Stop,
     Worker,
@@ -60,7 +59,7 @@ def end(
 ) -> Transition:
     """The run is over; everyone who is still attached is told."""
     return Transition(
-        replace(state, phase="ended", end=reason),
+        replace(state, phase="ended", end=reason, exit_code=exit_code),
         (
             *actions,
             Broadcast(message=Stop(reason=reason, exit_code=exit_code), to="members"),
@@ -200,9 +199,11 @@ def regroup(state: State, reason: str) -> Transition:
     """
     count = state.losses.get(NOBODY, 0) + 1
     state, discards = _renew(state)
-    state = replace(state, phase="recovering", losses=state.losses.set(NOBODY, count))
+    state = replace(
+        state, phase="recovering", losses=state.losses.set(NOBODY, count), regrouped=reason
+    )
     if count > state.config.max_swaps_per_step:
-        return end(state, crash_loop(NOBODY, count, state.step), exit_code=1)
+        return end(state, crash_loop(state, NOBODY, count, state.step), exit_code=1)
     why = f"{reason}: epoch {state.epoch} begins with the same owners"
     actions: Actions = [
         Broadcast(message=Break(epoch=state.epoch, reason=reason, lost=state.lost)),
@@ -230,7 +231,9 @@ def _succeed(
         losses=state.losses.set(shard, losses),
     )
     if losses > state.config.max_swaps_per_step:
-        return end(state, crash_loop(shard, losses, state.step), exit_code=1, actions=fencing)
+        return end(
+            state, crash_loop(state, shard, losses, state.step), exit_code=1, actions=fencing
+        )
     state, assigned = fill(state, avoid=member.node)
     if state.vacant and _nobody_will_come(state):
         return end(state, _no_spare(state), exit_code=1, actions=fencing)
@@ -323,11 +326,12 @@ def _no_spare(state: State) -> str:
     )
 
 
-def crash_loop(shard: Shard, count: int, step: int) -> str:
+def crash_loop(state: State, shard: Shard, count: int, step: int) -> str:
     if shard == NOBODY:
         return (
-            f"the communicators failed {count} times in step {step} though no worker was lost; "
-            "look at the workers' logs and at the network between their nodes"
+            f"the owners had to regroup {count} times in step {step} though no worker was lost, the "
+            f"last time for this: {state.regrouped}; look at the workers' logs and at the network "
+            "between their nodes, or give all of it more time with --timeout"
         )
     return (
         f"shard {shard} lost its owner {count} times in step {step}: the step itself or the data "
@@ -382,10 +386,10 @@ def decide(state: State) -> Transition:
     swaps = _attribute(state, step)
     for shard in state.losses:
         if swaps[shard].count > state.config.max_swaps_per_step:
-            return end(state, crash_loop(shard, swaps[shard].count, step), exit_code=1)
-    ledger: Map[Shard, tuple[int, ...]] = Map()
+            return end(state, crash_loop(state, shard, swaps[shard].count, step), exit_code=1)
+    ledger: Map[Shard, int] = Map()
     if plan.generation is not None and not plan.rollback:
-        ledger = _still_held(state.reports, plan.holders, state.owners, plan.generation)
+        ledger = still_held(state.reports, plan.holders, state.owners, plan.generation)
     state = replace(
         state,
         phase="building" if state.phase == "building" else "recovering",
@@ -394,7 +398,7 @@ def decide(state: State) -> Transition:
         reports=Map(),
         committed=plan.committed,
         ledger=ledger,
-        tally=Map({plan.generation: len(ledger)}) if plan.generation is not None else Map(),
+        tally=Map({plan.generation: len(ledger)}) if ledger else Map(),
         swaps=swaps,
         losses=Map(),
         step=step,
@@ -420,32 +424,6 @@ def decide(state: State) -> Transition:
     return Transition(complete.state, (*actions, *complete.actions), plan.reason)
 
 
-def announce(state: State, generation: int) -> Transition:
-    """``generation`` is committed for every shard: older buffers and slots are free."""
-    later = {g: count for g, count in state.tally.items() if g > generation}
-    state = replace(
-        state,
-        committed=generation,
-        announced=generation,
-        # A world of one without a spare has its state once only.
-        protected=bool(state.holders),
-        tally=Map(later),
-    )
-    told = AllCommitted(epoch=state.epoch, generation=generation)
-    owners = set(state.owners.values()) if state.config.world == 1 else set[Worker]()
-    keepers = [w for w in state.holders.values() if w not in owners] if owners else []
-    return Transition(
-        state,
-        (
-            Broadcast(message=told),
-            # In a world of one the copy is kept by a spare, whose slots follow the same rule.
-            *(Send(worker=keeper, message=told) for keeper in keepers),
-            Record(name="committed", fields={"epoch": state.epoch, "generation": generation}),
-        ),
-        f"generation {generation} is committed for all shards",
-    )
-
-
 def _attribute(state: State, step: int) -> Map[Shard, Swaps]:
     """The losses of this recovery, put to the step that they interrupted."""
     swaps = state.swaps
@@ -454,24 +432,6 @@ def _attribute(state: State, step: int) -> Map[Shard, Swaps]:
         count = losses + (before.count if before is not None and before.step == step else 0)
         swaps = swaps.set(shard, Swaps(step, count))
     return swaps
-
-
-def _still_held(
-    reports: Mapping[Shard, Report],
-    holders: Mapping[Shard, Worker],
-    owners: Map[Shard, Worker],
-    generation: int,
-) -> Map[Shard, tuple[int, ...]]:
-    """Shards that need no new copy: captured by the owner and complete at the holder already."""
-    shard_of = {worker: shard for shard, worker in owners.items()}
-    kept: dict[Shard, tuple[int, ...]] = {}
-    for shard, report in reports.items():
-        holder = shard_of.get(holders.get(shard, ""))
-        if holder is None or generation not in report.captured:
-            continue
-        if generation in reports[holder].held.get(shard, ()):
-            kept[shard] = (generation,)
-    return Map(kept)
 
 
 def restart(state: State, reason: str, *, actions: Iterable[AnyAction] = ()) -> Transition:

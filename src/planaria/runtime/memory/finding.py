@@ -99,6 +99,10 @@ class Finder:
         self.modules = modules
         self.optimizers = optimizers
         self.declared = declared
+        self.told: dict[int, ReplicaShards] = {}
+        """What optimizers say of their parameters."""
+        for part in optimizers.values():
+            self.told |= part.replica_sets(shard)
         self.leaves: list[Leaf] = []
         self.owners: list[torch.Tensor] = []
         self.seen: dict[int, int] = {}
@@ -152,6 +156,8 @@ class Finder:
     ) -> ReplicaShards:
         if name in self.declared:
             return self.declared[name]
+        if id(tensor) in self.told:
+            return self.told[id(tensor)]
         found = ddp.get(id(tensor))
         if found is None and isinstance(tensor, DTensor):
             found = placements.device_set(tensor, self.shard)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planaria.errors import RunError, UserError
-from planaria.runtime.memory.placements import DTensorSpec, local
+from planaria.runtime.memory.placements import DTensorSpec, ReplicaShards, group_shards, local
 
 ParamKey = int | str
 """Position of the parameter over all groups, or the string key of state that no parameter has."""
@@ -64,9 +64,31 @@ class StateTable(msgspec.Struct, frozen=True, array_like=True):
             ) from error
 
 
+class Portable(Protocol):
+    """An optimizer whose state on the disk is another one than in memory: parts that differ between
+    workers are saved once, as what the next steps depend on, and load at any number of workers.
+    """
+
+    def portable_state_dict(self) -> dict[str, Any]:
+        """That state, as DTensors and plain values; a collective of all workers."""
+        ...
+
+    def load_portable_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it, after the model's weights; a collective."""
+        ...
+
+    def mean_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(parameter, what is to be saved of it) where peers differ; a collective."""
+        ...
+
+
 @dataclass(frozen=True)
 class OptimizerPart:
-    """An optimizer among the parts."""
+    """An optimizer among the parts.
+
+    One that reduces gradients and sends weights itself tells of it by four names of its own, each
+    of which may be missing: ``shard_local_state``, ``replica_groups``, ``abandon``, ``restored``.
+    """
 
     name: str
     optimizer: Optimizer
@@ -88,6 +110,41 @@ class OptimizerPart:
         """Whether its state differs from peer to peer although the parameters are equal."""
         declared = bool(getattr(self.optimizer, "shard_local_state", False))
         return declared or is_zero(self.optimizer)
+
+    @property
+    def portable(self) -> Portable | None:
+        """The optimizer, where it has a form of its state that fits any number of workers."""
+        form = hasattr(self.optimizer, "portable_state_dict")
+        return cast(Portable, self.optimizer) if form else None
+
+    def replica_sets(self, shard: int) -> dict[int, ReplicaShards]:
+        """``id`` of a parameter to the shards that hold its bits, where the optimizer knows that.
+
+        It does, where it reduces gradients itself, and so keeps weights equal without DDP, or lets
+        them drift apart inside of anything. Its method ``replica_groups`` gives (parameter, process
+        group of the peers, or None).
+        """
+        groups = getattr(self.optimizer, "replica_groups", None)
+        if groups is None:
+            return {}
+        known: dict[int, ReplicaShards] = {}
+        sets: dict[int, ReplicaShards] = {}
+        for parameter, group in groups():
+            if id(group) not in known:
+                alone = (shard,)
+                known[id(group)] = alone if group is None else group_shards(group, shard=shard)
+            sets[id(parameter)] = known[id(group)]
+        return sets
+
+    def abandon(self) -> None:
+        """The groups were made anew: what it has under way on the old ones ends never."""
+        if hasattr(self.optimizer, "abandon"):
+            cast(Any, self.optimizer).abandon()
+
+    def restored(self) -> None:
+        """Its state and its parameters have been written in place."""
+        if hasattr(self.optimizer, "restored"):
+            cast(Any, self.optimizer).restored()
 
     def parameters(self) -> list[torch.Tensor]:
         """All parameters, group by group: their positions are what captures name them by."""

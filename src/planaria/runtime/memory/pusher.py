@@ -32,8 +32,8 @@ class Pusher:
         access: token, time-out, fence.
         on_ack: called with (epoch, generation, bytes, address) when the holder at ``address`` has it
             complete and checked; address None: nobody holds copies.
-        on_error: called with (epoch of the target, what a send to it failed by), never for a target
-            that is another by then. A kept connection that failed, and bytes that arrived changed,
+        on_error: called with (epoch of the target, generation, what its send failed by), never for a
+            target that is another by then. A kept connection that failed, and bytes that arrived changed,
             have been given one more try over a new connection. After a CommError, bytes that
             arrived changed twice included, the send is tried again every :data:`RETRY_SECONDS`,
             until it succeeds or :meth:`direct` names another target, and nothing more is told
@@ -47,7 +47,7 @@ class Pusher:
         access: Access,
         *,
         on_ack: Callable[[int, int, int, str | None], None],
-        on_error: Callable[[int, Exception], None],
+        on_error: Callable[[int, int, Exception], None],
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         self._buffers = buffers
@@ -128,7 +128,7 @@ class Pusher:
                 return
             except CommError as error:
                 # A holder that is merely slow, or whose connection broke, must not end protection.
-                self._tell(error, target, once=True)
+                self._tell(error, target, due[0], once=True)
                 with self._changed:
                     if not self._changed.wait_for(
                         lambda: self._closed or self._target is not target, RETRY_SECONDS
@@ -137,16 +137,18 @@ class Pusher:
                 return
             # Also what a callback raises: a thread that ends in silence leaves the run unprotected.
             except Exception as error:
-                self._tell(error, target)
+                self._tell(error, target, due[0])
                 return
 
-    def _tell(self, error: Exception, target: _Target, *, once: bool = False) -> None:
+    def _tell(
+        self, error: Exception, target: _Target, generation: int, *, once: bool = False
+    ) -> None:
         with self._changed:
             # What an old target failed by says nothing about the present one.
             if self._target is not target or self._closed or (once and self._told is target):
                 return
             self._told = target if once else None
-        self._on_error(target.epoch, error)
+        self._on_error(target.epoch, generation, error)
 
     def _send(self, target: _Target, generation: int) -> int | None:
         """Bytes sent; None where the capture was dropped meanwhile."""

@@ -173,7 +173,7 @@ class DataServer:
         try:
             slot.epoch = frame.epoch
             wire.send(sock, _reply(Kind.GO, frame))
-            wire.receive_state(sock, slot.bytes(0, frame.length), frame)
+            wire.receive_state(sock, slot.bytes(0, frame.length), frame, self.access.moved)
             self.access.fence.check(frame.epoch)
         except ChecksumError as error:
             self.held.abandon(slot)
@@ -229,7 +229,7 @@ class DataServer:
         checksum = prefix_checksum(slot.encoded, state) if region.shards else slot.checksum
         told = (frame.epoch, frame.generation, frame.shard, slot.encoded, region.nbytes, checksum)
         wire.send(sock, Frame(Kind.DATA, *told))
-        wire.send_state(sock, state)
+        wire.send_state(sock, state, self.access.moved)
 
 
 def _reply(kind: Kind, frame: Frame, told: str = "") -> Frame:

@@ -98,6 +98,8 @@ class _Restorer:
                     part, self.table.refs[name], rest=rest, order=self.table.orders[name]
                 )
         self._copy()
+        for part in self.parts.optimizers.values():
+            part.restored()
         for name, module in self.parts.modules.items():
             for path, extra in read.get(name, {}).items():
                 module.get_submodule(path).set_extra_state(extra)
@@ -189,7 +191,19 @@ def regime(parts: Parts) -> tuple[RegimeName, str]:
     if decisive:
         name = "all sharded"
         reason = f"no peer holds {_tell(decisive)}; these and their optimizer state are sent"
-        plain = [leaf for leaf in decisive if not _is_dtensor(parts, leaf)]
+        drifting = {
+            id(placements.local(p))
+            for part in parts.optimizers.values()
+            if part.replica_sets(parts.shard)
+            for p in part.parameters()
+        }
+        if any(id(leaf.tensor) in drifting for leaf in decisive):
+            reason += "; their optimizer lets the weights of peers differ between steps"
+        plain = [
+            leaf
+            for leaf in decisive
+            if not _is_dtensor(parts, leaf) and id(leaf.tensor) not in drifting
+        ]
         if plain:
             reason += (
                 f"; {_tell(plain)} belong to a plain module: wrap it in DistributedDataParallel or "

@@ -37,6 +37,21 @@ class Rng:
         for device, data in enumerate(devices[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(data), device)
 
+    def mark(self) -> int:
+        """A number that is another one as soon as Python's, NumPy's or torch's CPU generator was used.
+
+        Within this process only; about 20 µs.
+        """
+        numpy: Any = np.random.get_state(legacy=True)
+        return hash(
+            (
+                random.getstate(),
+                numpy[1].tobytes(),
+                numpy[2:],
+                torch.get_rng_state().numpy().tobytes(),
+            )
+        )
+
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -99,7 +99,7 @@ def _fetch(
                     f"{region.nbytes} and a buffer of {len(data)}: start all workers from one "
                     "version of planaria"
                 )
-            wire.receive_state(sock, data, frame)
+            wire.receive_state(sock, data, frame, access.moved)
             return Fetched(layout, data, frame.aux, frame.checksum)
     finally:
         access.fence.leave(sock)
@@ -148,7 +148,7 @@ def push(
         if reply.kind == Kind.HAVE:
             return 0
         between = None if on_event is None else (lambda: on_event("replicate"))
-        wire.send_state(sock, slot.bytes(0, layout.prefix), between=between)
+        wire.send_state(sock, slot.bytes(0, layout.prefix), access.moved, between=between)
         _expect(wire.receive(sock), {Kind.ACK}, frame, peer)
         return layout.prefix + len(slot.encoded)
 

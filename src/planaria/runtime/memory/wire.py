@@ -130,6 +130,23 @@ class Fence:
             cut(sock)
 
 
+class Meter:
+    """Bytes of state that have gone over the network, both ways; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        """It never falls: who sees it grow knows that a transfer goes on."""
+        return self._total
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._total += count
+
+
 class Access:
     """What a worker needs for talking to data servers of its run."""
 
@@ -140,6 +157,7 @@ class Access:
         self.run = run
         self.timeout = timeout
         self.fence = Fence()
+        self.moved = Meter()
 
     def proof(self, role: bytes, first: bytes, second: bytes) -> bytes:
         """HMAC-SHA256 of both nonces and the run under the token; ``role`` keeps the two apart."""
@@ -304,21 +322,30 @@ def receive(sock: socket.socket) -> Frame:
 
 
 def send_state(
-    sock: socket.socket, state: memoryview, *, between: Callable[[], None] | None = None
+    sock: socket.socket,
+    state: memoryview,
+    moved: Meter,
+    *,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """Send ``state`` in chunks; ``between`` is called once, before the last of them."""
     for start in range(0, max(len(state), 1), CHUNK):
         if between is not None and start + CHUNK >= len(state):
             between()
-        sock.sendall(state[start : start + CHUNK])
+        chunk = state[start : start + CHUNK]
+        # Not sendall, whose time-out is one for all of a chunk and which tells of no byte before.
+        while chunk:
+            count = sock.send(chunk)
+            moved.add(count)
+            chunk = chunk[count:]
 
 
-def receive_state(sock: socket.socket, into: memoryview, frame: Frame) -> None:
+def receive_state(sock: socket.socket, into: memoryview, frame: Frame, moved: Meter) -> None:
     """Fill ``into``, hashing chunk by chunk; raises :class:`~planaria.errors.ChecksumError`."""
     hasher = xxhash.xxh3_64(frame.aux)
     for start in range(0, len(into), CHUNK):
         chunk = into[start : start + CHUNK]
-        _fill(sock, chunk)
+        _fill(sock, chunk, moved)
         hasher.update(chunk)
     if hasher.intdigest() != frame.checksum:
         raise ChecksumError(
@@ -353,10 +380,12 @@ def _read(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _fill(sock: socket.socket, into: memoryview) -> None:
+def _fill(sock: socket.socket, into: memoryview, moved: Meter | None = None) -> None:
     position = 0
     while position < len(into):
         count = sock.recv_into(into[position:])
         if count == 0:
             raise ConnectionResetError("the peer closed the connection")
         position += count
+        if moved is not None:
+            moved.add(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from planaria.errors import ConfigError, DataError
+from planaria.optim.choice import SparseConfig
 from planaria.pathology.datasets.panda import CONTRACT
 from planaria.pathology.synthetic.prostate import BiopsyConfig, biopsy
 from planaria.pathology.synthetic.tree import write_pyramid
 from planaria.recipes.gleason import GleasonConfig, prepare
+from planaria.recipes.gleason.config import as_toml
 from planaria.recipes.gleason.evaluate import fit_across
 
 
@@ -27,12 +30,20 @@ from planaria.recipes.gleason.evaluate import fit_across
         ({"fold": 5}, "fold: 5 of 5; at least 3 folds, counted from 0"),
         ({"strength": -1.0}, "strength: -1.0 is negative; 0 or more"),
         ({"synthetic": 3}, "synthetic: 3 slides; at least 12"),
+        ({"optimizer": "sgd"}, "optimizer: 'sgd' is unknown; choose one of adamw, adams"),
     ],
 )
 def test_configuration_errors(values: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         GleasonConfig(**values)
     assert str(error.value).startswith(said)
+
+
+def test_the_configuration_is_written_whole(tmp_path: Path) -> None:
+    config = GleasonConfig(out=tmp_path, optimizer="scape", sparse=SparseConfig(density=0.1))
+    read = tomllib.loads(as_toml(config))["gleason"]
+    assert (read["optimizer"], read["out"]) == ("scape", str(tmp_path))
+    assert SparseConfig(**read["sparse"]) == config.sparse
 
 
 def panda(folder: Path, count: int = 12) -> Path:

@@ -13,6 +13,8 @@ import pytest
 import tyro
 
 from planaria.errors import ConfigError
+from planaria.optim import choice
+from planaria.optim.choice import SparseConfig
 from planaria.recipes.llm import LlmConfig, config, demo
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -23,7 +25,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"regime": "zero"}, "regime: 'zero' is unknown; choose one of ddp, fsdp"),
     ({"documents": "page"}, "documents: 'page' is unknown; choose one of file, paragraph, line"),
-    ({"optimizer": "sgd"}, "optimizer: 'sgd' is unknown; choose one of adamw"),
+    (
+        {"optimizer": "sgd"},
+        "optimizer: 'sgd' is unknown; choose one of adamw, adams, sharded, scape",
+    ),
+    (
+        {"optimizer": "scape", "regime": "fsdp"},
+        "regime: fsdp cuts the weights, and optimizer = scape needs whole ones on each worker; "
+        "use regime = ddp, which it then does without",
+    ),
+    (
+        {"optimizer": "adams", "sparse": SparseConfig(density=0.1)},
+        "density: 0.1 is set, and optimizer is 'adams', which sends everything; leave it out, or "
+        "use optimizer = scape",
+    ),
     ({"dtype": "fp16"}, "dtype: 'fp16' is unknown; choose one of fp32, bf16"),
     ({"attention": "flash"}, "attention: 'flash' is unknown; choose one of sdpa, eager"),
     ({"on_nonfinite": "pray"}, "on_nonfinite: 'pray' is unknown; choose one of stop, skip"),
@@ -55,6 +70,39 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+SPARSE_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"density": 0.0}, "density is 0; give a share of the weights in (0, 1]"),
+    ({"unsent": "lost"}, "unsent is 'lost'; choose one of frozen, moved, local"),
+    (
+        {"dense_steps": 1.5},
+        "dense_steps is 1.5; give a count of steps or a share of them in [0, 1)",
+    ),
+    (
+        {"outer_momentum": 0.5},
+        "outer_momentum: 0.5 is set, and unsent is 'frozen', which takes no outer step; leave it "
+        "out, or use unsent = local",
+    ),
+    (
+        {"unsent": "local", "outer_momentum": 1.0},
+        "outer_momentum is 1; give a number in [0, 1)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), SPARSE_REFUSED)
+def test_sparse_options_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SparseConfig(**changes)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 2
+
+
+def test_sparse_options_that_are_not_given_are_those_of_scape() -> None:
+    assert SparseConfig().choices() == {"density": 0.01, "unsent": "frozen"}
+    local = SparseConfig(unsent="local", outer_momentum=0.5, dense_steps=20)
+    assert local.choices() == {"density": 0.01, "unsent": "local", "outer_momentum": 0.5}
+
+
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_refuses_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -64,10 +112,11 @@ def test_refuses_in_one_line(changes: dict[str, Any], message: str) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    source = Path(config.__file__).read_text(encoding="utf-8")
-    for field in dataclasses.fields(LlmConfig):
-        after = source.split(f"\n    {field.name}: ", 1)[1].split("\n", 1)[1]
-        assert after.startswith('    """'), field.name
+    for module, kind in ((config, LlmConfig), (choice, SparseConfig)):
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        for field in dataclasses.fields(kind):
+            after = source.split(f"\n    {field.name}: ", 1)[1].split("\n", 1)[1]
+            assert after.startswith('    """'), field.name
 
 
 def test_command_line() -> None:
@@ -83,10 +132,22 @@ def test_toml_holds_the_resolved_configuration(tmp_path: Path) -> None:
     read = tomllib.loads(config.as_toml(made))["llm"]
     assert read["out"] == str(tmp_path)
     assert read["model"] == "llama-demo"
+    assert read["sparse"] == {
+        "density": 0.01,
+        "unsent": "frozen",
+        "dense_steps": 0.1,
+        "dense_embeddings": True,
+    }
     left_out = {f.name for f in dataclasses.fields(made)} - set(read)
     assert left_out == {"cache", "dropout"}
     again = LlmConfig(
-        **{**read, "out": Path(read["out"]), "data": ("stdlib",), "betas": tuple(read["betas"])}
+        **{
+            **read,
+            "out": Path(read["out"]),
+            "data": ("stdlib",),
+            "betas": tuple(read["betas"]),
+            "sparse": SparseConfig(**read["sparse"]),
+        }
     )
     assert again == made
 

@@ -45,7 +45,6 @@ def vocabulary(size: int) -> Vocabulary:
 
 def test_names_and_tables_agree() -> None:
     assert set(models.DIMS) == set(config.MODELS) == set(SIZES)
-    assert set(train.OPTIMIZERS) == set(config.OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -77,7 +76,7 @@ def trained(settings: LlmConfig, steps: int = 3) -> str:
     """Digest of the weights after ``steps`` plain steps; dropout draws from the global generator."""
     torch.manual_seed(1)
     model = models.make(settings, vocabulary(512))
-    optimizer = train.OPTIMIZERS[settings.optimizer](model, settings)
+    optimizer = train.optimizer(model, settings)
     for step in range(steps):
         ids_BT = (torch.arange(4 * 32) * (step + 3) % 511).view(4, 32)
         models.causal_loss(model(input_ids=ids_BT, use_cache=False).logits, ids_BT).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from PIL import Image
 
 from planaria.errors import ConfigError, DataError
+from planaria.optim.choice import SparseConfig
 from planaria.pathology.synthetic.node import patch
 from planaria.recipes.metastasis import MetastasisConfig, prepare
+from planaria.recipes.metastasis.config import as_toml
 from planaria.recipes.metastasis.evaluate import measure, views, write_predictions
 from planaria.recipes.metastasis.models import card, make
 from planaria.recipes.metastasis.train import Job
@@ -28,6 +31,11 @@ from planaria.recipes.metastasis.train import Job
         ({"views": 9}, "views: 9 is outside 1 to 8"),
         ({"sensitivity": 0.0}, "sensitivity: 0.0 must be above 0 and up to 1"),
         ({"data": ""}, "data: '' names nothing; give a folder, a CSV or 'synthetic'"),
+        ({"optimizer": "sgd"}, "optimizer: 'sgd' is unknown; choose one of adamw, adams"),
+        (
+            {"preset": "paper", "optimizer": "scape"},
+            "optimizer: 'scape' is set, and the paper's preset trains with Adam; leave it out",
+        ),
     ],
 )
 def test_configuration_errors(values: dict[str, object], said: str) -> None:
@@ -45,6 +53,13 @@ def small(tmp_path: Path, **values: object) -> MetastasisConfig:
         "stem_stride": 2,
     }
     return MetastasisConfig(**{**plain, **values})
+
+
+def test_the_configuration_is_written_whole(tmp_path: Path) -> None:
+    config = small(tmp_path, optimizer="scape", sparse=SparseConfig(unsent="local"))
+    read = tomllib.loads(as_toml(config))["metastasis"]
+    assert (read["optimizer"], read["out"]) == ("scape", str(tmp_path))
+    assert SparseConfig(**read["sparse"]) == config.sparse
 
 
 def test_synthetic_parts_share_no_slide(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""What a worker tells of itself while it waits: bytes on their way, and for what it waits."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.support.data_plane import captured, get, parts, put, servers, until
+
+from planaria.errors import EpochSuperseded
+from planaria.runtime.memory import wire
+from planaria.runtime.memory.replicas import DataServer
+from planaria.runtime.memory.wire import Frame, Kind, Meter
+from planaria.runtime.messages import AllCommitted, Plan
+from planaria.runtime.protection import Protection
+from planaria.runtime.seat import Seat
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., DataServer]]:
+    with servers() as one:
+        yield one
+
+
+def test_bytes_of_state_are_counted_on_both_sides(serve: Callable[..., DataServer]) -> None:
+    owner, holder, spare = serve(), serve(), serve()
+    slot = captured(owner.buffers, parts(1, 0, width=1200), 1)
+    assert slot.layout is not None
+    put(holder, owner, slot)
+    prefix = slot.layout.prefix
+    assert prefix > wire.CHUNK
+    assert (owner.access.moved.total, holder.access.moved.total) == (prefix, prefix)
+    get(holder, spare)
+    assert (holder.access.moved.total, spare.access.moved.total) == (2 * prefix, prefix)
+
+
+def test_a_slow_link_is_seen_to_move_before_a_chunk_is_through() -> None:
+    """A chunk takes seconds over a slow link; each byte of it counts as soon as it is taken."""
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(5.0)
+        state = memoryview(bytearray(wire.CHUNK))
+        sent, received = Meter(), Meter()
+        into = memoryview(bytearray(wire.CHUNK))
+        frame = Frame(Kind.DATA, length=len(state))
+
+        def send() -> None:
+            with suppress(OSError):
+                wire.send_state(here, state, sent)
+
+        def receive() -> None:
+            with suppress(OSError):
+                wire.receive_state(there, into, frame, received)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        until(lambda: sent.total > 0)
+        assert sent.total < wire.CHUNK
+        there.settimeout(0.2)
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        until(lambda: received.total > 0)
+        here.shutdown(socket.SHUT_RDWR)
+        sender.join()
+        receiver.join()
+
+
+def test_who_waits_for_a_slot_says_so(serve: Callable[..., DataServer]) -> None:
+    data = serve()
+    member = SimpleNamespace(
+        worker="w0", limits=SimpleNamespace(transfer=7.5), send=lambda message: None
+    )
+    kept = Protection(parts(1, 0), shard=0, member=cast(Any, member), data=data, on_event=None)
+    kept.enter(
+        Plan(
+            epoch=1,
+            generation=0,
+            owners={},
+            holders={},
+            transfers=(),
+            bucket_orders={},
+            lost=(),
+            redone=0,
+            reason="r",
+        )
+    )
+    for generation in (1, 2):
+        kept.capture(generation, epoch=1)
+    assert not kept.waiting
+    seen: list[bool] = []
+
+    def look() -> None:
+        until(lambda: kept.waiting)
+        time.sleep(0.05)
+        seen.append(kept.waiting)
+        data.set_epoch(2)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with pytest.raises(EpochSuperseded):
+        kept.capture(3, epoch=1)
+    looking.join()
+    assert (seen, kept.waiting) == ([True], False)
+    kept.close()
+
+
+def test_who_waits_for_a_commit_says_so() -> None:
+    seat = Seat()
+    seat.all_committed(AllCommitted(epoch=1, generation=1))
+    seat.wait_committed(1, 1)
+    waiting = threading.Thread(target=seat.wait_committed, args=(2, 1))
+    waiting.start()
+    until(lambda: seat.waiting)
+    seat.all_committed(AllCommitted(epoch=1, generation=2))
+    waiting.join()
+    assert not seat.waiting
