@@ -51,10 +51,10 @@ class Headline:
 HEADLINES = (
     Headline(
         recipe="metastasis",
-        setting="--synthetic 512 512 2048 --width 0.25 --depth 0.5 --stem-stride 2 --batch 16 "
-        "--epochs 32 --evals 4 --lr 4e-3 --no-attention --no-fusion",
-        method="--rcc",
-        bare="--no-rcc",
+        setting="--synthetic 512 512 2048 --width 0.25 --depth 0.5 --batch 16 "
+        "--epochs 32 --evals 4 --lr 4e-3 --no-rcc --no-attention",
+        method="--stem-stride 1 --fusion",
+        bare="--stem-stride 2 --no-fusion",
         fault="kill:worker=1,step=200,phase=backward",
     ),
     Headline(

@@ -234,8 +234,8 @@ def _headlines(rows: Rows) -> str:
             "Both recipes from the command line, two workers and a spare. *calm* and *struck* "
             "are the same run without and with a SIGKILL in the middle of a backward pass; equal "
             "digests mean the same parameters, BatchNorm statistics and optimizer states to the bit, "
-            "and the same samples in the same order. A calm run with a swap lost a worker of its own "
-            "accord, by silence on a busy machine.",
+            "and the same samples in the same order. A calm run with a swap lost a worker without "
+            "being asked to: a busy machine did not let it answer within the limit of 1.5 s.",
             table(head, lines),
             "```\n" + "\n".join(commands) + "\n```",
             *_tried(rows),
