@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 DRAWS = 2000
+SEEDS = 3
+"""Trainings without which nothing is said of a part: two agree by chance every other time."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Gap:
     @property
     def verdict(self) -> str:
         """What may be said: only where the interval and every seed agree on a direction."""
-        if len(self.seeds) < 2:
-            return "one seed: no verdict"
+        if len(self.seeds) < SEEDS:
+            return f"no verdict ({len(self.seeds)} of {SEEDS} seeds)"
         if self.low > 0 and min(self.seeds) > 0:
             return "adds"
         if self.high < 0 and max(self.seeds) < 0:

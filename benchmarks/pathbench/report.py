@@ -22,8 +22,8 @@ patients. Networks are scaled down (EfficientNet-b0 at width 0.25 and half the d
 95 %, from {draws:,} draws of test slides; a difference is drawn in pairs, on the same slides for both
 runs, and each seed counts alike. An interval holds the chance of the slides, not that of the training,
 which is larger here: small networks that train briefly differ most in when they first tell tumour
-cells from histiocytes. So a part *adds* only where its interval is clear of 0 and at least two seeds
-agree on the direction; one seed is no verdict; everything else *adds nothing that is shown*."""
+cells from histiocytes. So a part *adds* only where its interval is clear of 0 and all of at least three
+seeds agree on the direction; fewer seeds are no verdict; the rest *adds nothing that is shown*."""
 
 HOLDS = (
     (

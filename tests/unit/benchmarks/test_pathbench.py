@@ -93,11 +93,11 @@ def _three(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, A
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
-        (Gap(0.03, 0.01, 0.05, (0.02, 0.04)), "adds"),
-        (Gap(0.03, 0.01, 0.05, (0.07, -0.01)), "adds nothing that is shown"),
-        (Gap(0.03, -0.01, 0.05, (0.02, 0.04)), "adds nothing that is shown"),
-        (Gap(-0.03, -0.05, -0.01, (-0.02, -0.04)), "takes away"),
-        (Gap(0.03, 0.01, 0.05, (0.03,)), "one seed: no verdict"),
+        (Gap(0.03, 0.01, 0.05, (0.02, 0.04, 0.03)), "adds"),
+        (Gap(0.03, 0.01, 0.05, (0.07, 0.03, -0.01)), "adds nothing that is shown"),
+        (Gap(0.03, -0.01, 0.05, (0.02, 0.04, 0.03)), "adds nothing that is shown"),
+        (Gap(-0.03, -0.05, -0.01, (-0.02, -0.04, -0.03)), "takes away"),
+        (Gap(0.03, 0.01, 0.05, (0.03, 0.03)), "no verdict (2 of 3 seeds)"),
     ],
 )
 def test_a_verdict_needs_the_interval_and_every_seed(found: Gap, verdict: str) -> None:
@@ -188,7 +188,7 @@ def test_the_page_says_what_is_missed_and_what_is_missing(tmp_path: Path) -> Non
     assert "| gleason, worker killed | equal digests | missing | **no** |" in page
     # Its AUC of 0.76 is below the band.
     assert "| bare metastasis baseline | AUC 0.80 to 0.93 | 0.7" in page
-    assert "| +0.000 [+0.000, +0.000] | one seed: no verdict |" in page
+    assert "| +0.000 [+0.000, +0.000] | no verdict (1 of 3 seeds) |" in page
     assert "**Missing: 4 of 6 runs** (RCC, seed 0; attention, seed 0; fusion, seed 0;" in page
     assert "**Missing: 46 of 48 runs**" in page
     assert json.loads(rows.path.read_text().splitlines()[0])["unit"] == "cell/metastasis/nothing/0"
