@@ -184,7 +184,7 @@ class Demo:
     json: Path | None = None
     """Write the result here, too."""
     steps: int = 40
-    """Optimizer steps of each run."""
+    """Optimizer steps of each run; more than 20, the worker is killed in step 20."""
 
     def main(self) -> int:
         from planaria import demo
@@ -306,7 +306,8 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     groups = {c.words[0] for c in commands() if len(c.words) > 1} - alone
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
-        return _help
+        group = arguments[0] if arguments[:1] and arguments[0] in groups else ""
+        return lambda: _help(group)
     chosen = _choose(arguments)
     rest = arguments[len(chosen.words) :]
     kind = chosen.load()
@@ -343,8 +344,9 @@ def _choose(arguments: list[str]) -> Command:
     raise UserError(f"{given!r} is no command of {whole}; {hint}")
 
 
-def _help() -> int:
-    known = commands()
+def _help(group: str = "") -> int:
+    """All commands, or those of ``group``."""
+    known = [c for c in commands() if not group or c.words[0] == group]
     width = max(len(" ".join(c.words)) for c in known)
     lines = [f"  planaria {' '.join(c.words):<{width}}  {c.summary}" for c in known]
     sys.stdout.write(
@@ -403,7 +405,42 @@ def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     except SystemExit as error:
         if error.code in (0, None):  # --help
             raise
-        raise UserError(one_line(said.getvalue())) from None
+        raise UserError(_renamed(one_line(said.getvalue()), kind)) from None
+
+
+_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--batch-size": "--batch",
+    "--per-device-train-batch-size": "--batch",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--max-steps": "--steps",
+    "--block-size": "--sequence",
+    "--seq-length": "--sequence",
+    "--output-dir": "--out",
+    "--nproc-per-node": "--workers",
+    "--num-workers": "--workers",
+}
+"""What other trainers call our options."""
+
+
+def _renamed(message: str, kind: Any) -> str:
+    """``message``, with our name of an option that it knows by another trainer's."""
+    if "did you mean" in message or "nrecognized" not in message:
+        return message
+    known = {f"--{name.replace('_', '-')}" for name in _names(kind)}
+    for word in re.findall(r"--[a-z][a-z_-]*", message):
+        ours = _ELSEWHERE.get(word.replace("_", "-"))
+        if ours in known:
+            return f"{message}; did you mean {ours}?"
+    return message
+
+
+def _names(kind: Any) -> set[str]:
+    """Fields of a command, those of the dataclasses inside it included."""
+    found: set[str] = set()
+    for name, hint in get_type_hints(kind).items():
+        found |= _names(hint) if dataclasses.is_dataclass(hint) else {name}
+    return found
 
 
 def one_line(box: str) -> str:

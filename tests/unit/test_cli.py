@@ -229,7 +229,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"planaria {planaria.__version__}\n", "")
 
 
-@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["train"], ["train", "--help"]])
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = run(capsys, *words)
     assert (code, err) == (0, "")
@@ -268,3 +268,29 @@ def test_doctor_tells_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert "parent-death signal" in out
+
+
+def test_help_of_a_group_names_its_commands_only(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "slide", "--help")
+    assert code == 0
+    assert "planaria slide tile" in out
+    assert "planaria run" not in out
+
+
+def test_names_of_other_trainers_lead_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "train", "llm", "--learning-rate", "1")
+    assert code == 2
+    assert err.rstrip().endswith("; did you mean --lr?")
+
+
+def test_plan_comm_reads_numbers_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan-comm", "--workers", "4", "--mbit", "1000", "--compute", "1", "--params"]
+    code, out, _ = run(capsys, *words, "345M")
+    assert code == 0
+    assert out.startswith("345,000,000 weights, ")
+    assert " GB " in out
+    code, out, _ = run(capsys, *words, "1e6")
+    assert (code, out[:10]) == (0, "1,000,000 ")
+    code, _, err = run(capsys, *words, "1.5")
+    assert code == 2
+    assert "params" in err

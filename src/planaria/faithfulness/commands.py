@@ -103,7 +103,7 @@ class Score:
             *_problems(read.problems),
             f"{len(read.chains)} chains ({read.format})",
             *_summary(report),
-            f"{broken} chains have a step that is held for wrong",
+            f"{broken} of {len(read.chains)} chains with a step that is held to be wrong",
             f"written to {self.out}; see it with: planaria faith view {self.out}",
         ]
 

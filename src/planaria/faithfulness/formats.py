@@ -164,6 +164,9 @@ def _generic(row: Row) -> list[Chain]:
     else:
         text = steps if isinstance(steps, str) else text_of(row, _TEXT)
         if text is None:
+            empty = [name for name in (*_STEPS, *_TEXT) if name in row]
+            if empty:
+                raise DataError(f"{empty[0]} is empty; give the chain's steps or its text")
             raise DataError(f"no chain: expected one of {', '.join((*_STEPS, *_TEXT))}")
         chain = from_completion(question, text, stop_reason=row.get("stop_reason"))
         stated = text_of(row, _ANSWER)

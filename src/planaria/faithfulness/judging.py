@@ -197,11 +197,7 @@ async def scored(
         now = time.monotonic()
         if tick.done == tick.total or (tick.done % every == 0 and now - said > 1):
             said = now
-            note(
-                f"{tick.done}/{tick.total} chains, {tick.usage.calls} calls, "
-                f"${tick.usage.money:.2f} spent, about {tick.remaining_seconds:.0f} s and "
-                f"${tick.remaining_money:.2f} to go"
-            )
+            note(tick.line())
 
     async with closing(mine, perturber):
         if perturber is None:

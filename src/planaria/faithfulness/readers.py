@@ -112,9 +112,7 @@ def _table(file: Path, format: str) -> tuple[list[Chain], list[Problem], str]:
         try:
             found = FORMATS[name].convert(row)
         except (DataError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            problems.append(
-                Problem(line=line, reason=f"not {name}: {type(error).__name__} {error}")
-            )
+            problems.append(Problem(line=line, reason=f"not {name}: {_why(error)}"))
             continue
         chains += found
         if not found:
@@ -179,7 +177,7 @@ def read_questions(path: str | Path, *, limit: int = 0) -> tuple[list[Question],
         try:
             question = question_of(row)
         except (DataError, KeyError, TypeError, ValueError, AttributeError) as error:
-            problems.append(Problem(line=line, reason=f"{type(error).__name__} {error}"))
+            problems.append(Problem(line=line, reason=_why(error)))
             continue
         found.setdefault(question.id, question)
         if limit and len(found) >= limit:
@@ -261,3 +259,10 @@ __all__ = [
     "rows",
     "text_of",
 ]
+
+
+def _why(error: Exception) -> str:
+    """The reason in words: our own errors speak for themselves, others need their kind."""
+    if isinstance(error, DataError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

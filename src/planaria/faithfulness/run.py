@@ -63,6 +63,15 @@ class Tick:
         """US dollars at the rate so far."""
         return self.usage.money / self.done * (self.total - self.done) if self.done else 0.0
 
+    def line(self) -> str:
+        """In words; calls and money only where a judge has been called."""
+        said = f"{self.done}/{self.total} chains"
+        left = f"about {self.remaining_seconds:.0f} s" if self.done < self.total else ""
+        if self.usage.calls:
+            said += f", {self.usage.calls} calls, ${self.usage.money:.2f} spent"
+            left += f" and ${self.remaining_money:.2f}" if left else ""
+        return f"{said}, {left} to go" if left else said
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.constructors import PrimitiveConstructorSpec
 
 from planaria.optim import plan_comm
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def count(text: str) -> int:
+    """A whole number as people write one: 345000000, 345_000_000, 1e6, 345M, 1.8B.
+
+    Errors: :class:`ValueError` for anything else.
+    """
+    plain = text.strip().replace(",", "")
+    factor = _SUFFIXES.get(plain[-1:].lower())
+    try:
+        value = round(float(plain[:-1] if factor else plain) * (factor or 1.0), 3)
+        if value.is_integer():
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"{text!r} is no whole number; write it as 345000000, 345M or 3.45e8")
+
+
+Count = Annotated[
+    int,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=lambda words: count(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanComm:
     """Say, before training, what a step sends and how long it takes, dense and sparse."""
 
-    params: int
-    """Weights of the model that are trained."""
+    params: Count
+    """Weights of the model that are trained; 345M, 1.8B and 1e6 are understood."""
     workers: int
     """Workers of the data-parallel group."""
     mbit: float
@@ -22,7 +55,7 @@ class PlanComm:
     """Seconds of forward and backward of one step on one worker."""
     latency: float = plan_comm.Link.latency
     """Seconds of a collective that carries next to nothing."""
-    dense_params: int = 0
+    dense_params: Count = 0
     """Weights that are always sent whole: norms, biases, embeddings."""
     half: bool = False
     """The weights are bfloat16 or float16: they come back as two bytes each."""

@@ -214,6 +214,14 @@ def advice(rows: Sequence[Estimate]) -> str:
     )
 
 
+def amount(size: float) -> str:
+    """Bytes in the largest decimal unit that leaves a number of at least one."""
+    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= one:
+            return f"{size / one:.3f} {unit}"
+    return f"{size:.0f} B"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """A plan as text."""
@@ -231,7 +239,7 @@ class Report:
         )
         lines = [head, f"{'method':<8} {'density':>8} {'sent':>12} {'step':>10} {'speed-up':>9}"]
         lines += [
-            f"{r.method:<8} {r.density:>8.2%} {r.sent / 1e6:>9.3f} MB {r.seconds:>8.3f} s "
+            f"{r.method:<8} {r.density:>8.2%} {amount(r.sent):>12} {r.seconds:>8.3f} s "
             f"{r.speedup:>8.2f}x"
             for r in rows
         ]

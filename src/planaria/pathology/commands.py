@@ -57,7 +57,7 @@ class Info:
                 say(json.dumps(facts))
             else:
                 for key, value in facts.items():
-                    say(f"{key:<12} {value}")
+                    say(f"{key:<12} {plain(value)}")
                 say("")
         return int(failed > 0)
 
@@ -320,6 +320,18 @@ def describe(info: SlideInfo) -> dict[str, Any]:
         "icc": info.icc,
         "notes": list(info.notes),
     }
+
+
+def plain(value: Any) -> str:
+    """A fact for people: none for nothing, levels as width x height, lists without brackets."""
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, list):
+        rows: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
+        if all(isinstance(row, list) for row in rows):
+            return "; ".join(f"{w} x {h} px at 1/{down:g}" for w, h, down in rows)
+        return ", ".join(map(str, rows))
+    return str(value)
 
 
 def overrides(

@@ -95,6 +95,8 @@ def find_slides(paths: Sequence[Path]) -> list[Path]:
         else:
             raise DataError(f"{path}: no such slide or folder; check the path")
     found = _one_per_series(found)
+    if not paths:
+        raise DataError("no slide is named; give slides, or a folder of them")
     if not found:
         raise DataError(
             f"no slides in {', '.join(map(str, paths))}; expected files such as .svs, .tiff"

@@ -109,7 +109,7 @@ class SlideInfo:
         )
         raise DataError(
             f"{self.path.name}: no usable resolution ({self.choice.reason}){hint}; "
-            "state it with --slide-mpp or in the --mpp-csv table"
+            "state it with --slide-mpp (slide info: --mpp) or in the --mpp-csv table"
         )
 
 

@@ -18,7 +18,7 @@ from planaria.faithfulness.commands import main
 from planaria.faithfulness.judges.calculator import CalculatorJudge
 from planaria.faithfulness.judges.models import InspectJudge, ModelSettings
 from planaria.faithfulness.judges.panel import PanelJudge
-from planaria.faithfulness.judges.protocol import Verdict, decide
+from planaria.faithfulness.judges.protocol import Usage, Verdict, decide
 from planaria.faithfulness.perturb import RulePerturber
 from planaria.faithfulness.run import Report, Tick, estimate_cost, score_chains
 from planaria.faithfulness.sampling import sample_chains
@@ -206,7 +206,7 @@ def test_the_command_line(tmp_path: Path, chain: Chain, capsys: pytest.CaptureFi
     assert main(["score", str(path), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "1 rows were left out:" in said
-    assert "1 chains have a step that is held for wrong" in said
+    assert " chains with a step that is held to be wrong" in said
     assert main(["view", str(out)]) == 0
     assert (out / "view.html").is_file()
     assert main(["exemplars", str(path), "-k", "1"]) == 0
@@ -263,3 +263,10 @@ def test_importing_the_package_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_progress_tells_money_only_where_a_judge_was_called() -> None:
+    free = Tick(done=2, total=4, usage=Usage(), seconds=6.0)
+    assert free.line() == "2/4 chains, about 6 s to go"
+    paid = Tick(done=4, total=4, usage=Usage(calls=3, money=0.5), seconds=6.0)
+    assert paid.line() == "4/4 chains, 3 calls, $0.50 spent"

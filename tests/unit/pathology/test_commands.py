@@ -15,7 +15,7 @@ from PIL import Image
 
 from planaria.errors import ConfigError, DataError
 from planaria.pathology.bundle import load_bundle
-from planaria.pathology.commands import Info, Predict, Tile, main
+from planaria.pathology.commands import Info, Predict, Tile, main, plain
 from planaria.pathology.folder import find_slides, read_mpp_table
 from planaria.pathology.heat import load_heat
 from planaria.pathology.predict import TOP_TILES, decide, slide_probability
@@ -286,3 +286,11 @@ def test_wrong_models_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "model.json").write_text("{}")
     assert main(arguments) == 2
     assert "not a model card" in capsys.readouterr().err
+
+
+def test_facts_are_told_in_words() -> None:
+    assert plain(None) == plain([]) == "none"
+    assert plain([[1500, 1400, 1.0], [750, 700, 2.0]]) == (
+        "1500 x 1400 px at 1/1; 750 x 700 px at 1/2"
+    )
+    assert plain(["label", "macro"]) == "label, macro"

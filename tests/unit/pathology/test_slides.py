@@ -119,8 +119,8 @@ def test_no_resolution_is_an_error_only_when_it_is_asked_for(tmp_path: Path) -> 
     with pytest.raises(DataError) as error:
         _ = info.resolution
     assert str(error.value) == (
-        "a.png: no usable resolution (the file states no resolution); state it with --slide-mpp or in "
-        "the --mpp-csv table"
+        "a.png: no usable resolution (the file states no resolution); state it with "
+        "--slide-mpp (slide info: --mpp) or in the --mpp-csv table"
     )
 
 

@@ -287,7 +287,7 @@ def model_named(
         return get_model(name, config=config, **arguments)
     except Exception as error:  # providers raise their own kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = re.sub(r"\[/?[a-z]+\]", "", " ".join(lines[:2]) or type(error).__name__)
+        why = re.sub(r"\[/?[a-z ]+\]", "", " ".join(lines[:4]) or type(error).__name__)
         raise ConfigError(
             f"no judge or model {name!r} ({why[:240]}): use calculator, embedded, "
             "likelihood:FOLDER, several joined by +, or an Inspect model such as openai/gpt-4o-mini"

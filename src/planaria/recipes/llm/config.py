@@ -73,8 +73,9 @@ class LlmConfig:
     text_field: str = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text."""
 
-    documents: Literal["file", "paragraph", "line"] = "file"
-    """What a document is in a plain text file: all of it, a stretch between blank lines, a line."""
+    documents: Literal["auto", "file", "paragraph", "line"] = "auto"
+    """What a document is in a plain text file: all of it, a stretch between blank lines, a line;
+    auto: all of it, and smaller parts where too few files would leave no held-out text."""
 
     max_bytes: int | None = None
     """Bytes of UTF-8 text after which the rest of the corpus is left out; default: all of it."""
@@ -158,7 +159,8 @@ class LlmConfig:
     """Batches of held-out text that each worker scores in an evaluation."""
 
     log_every: float = 2.0
-    """Seconds between two progress lines where the output is not a terminal."""
+    """Seconds between two progress lines of a run without a launcher, where the output is not a
+    terminal; under the launcher the run's own lines say how it goes."""
 
     checkpoint_every: int = 0
     """Steps between durable checkpoints; 0: only when the run is asked to stop."""
@@ -176,7 +178,7 @@ class LlmConfig:
     def __post_init__(self) -> None:
         _one_of("model", self.model, tuple(MODELS))
         _one_of("regime", self.regime, ("ddp", "fsdp"))
-        _one_of("documents", self.documents, ("file", "paragraph", "line"))
+        _one_of("documents", self.documents, ("auto", "file", "paragraph", "line"))
         choice.check(self.optimizer, self.sparse)
         if self.owned and self.regime == "fsdp":
             raise ConfigError(

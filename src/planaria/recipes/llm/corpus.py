@@ -10,10 +10,11 @@ from __future__ import annotations
 import glob
 import importlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import xxhash
 
 from planaria.errors import DataError
 from planaria.recipes.llm.config import HUB_PREFIX, STDLIB, LlmConfig
+
+_log = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".py"})
 """Plain text files that a folder contributes; a file that is named itself may have any suffix."""
@@ -96,6 +99,52 @@ def read(config: LlmConfig) -> Iterator[str]:
                 if left < 0:
                     return
             yield text
+
+
+_ENOUGH = 8
+"""Bytes of text per token of a sample that surely make one: tokens have 3 to 5 (our choice)."""
+
+_SMALL_SHARE = 0.1
+"""Held-out share of a corpus too small for ``config.held_out`` of it (our choice)."""
+
+
+def settle(config: LlmConfig) -> LlmConfig:
+    """``config`` with ``documents`` other than auto: the coarsest cut with a held-out part.
+
+    Whole files if they do; else paragraphs, then a larger held-out share, then lines. Reads no
+    more than it takes to find one sample of either part. What it chose goes to the logger.
+    """
+    if config.documents != "auto":
+        return config
+    share = max(config.held_out, _SMALL_SHARE)
+    whole = replace(config, documents="file")
+    if _parts_suffice(whole):
+        return whole
+    for choice in (
+        replace(config, documents="paragraph"),
+        replace(config, documents="paragraph", held_out=share),
+        replace(config, documents="line", held_out=share),
+    ):
+        if _parts_suffice(choice):
+            _log.info(
+                "data: too few files to hold some out, so they are cut by %s and %g %% is held "
+                "out; --documents and --held-out say otherwise",
+                choice.documents,
+                100 * choice.held_out,
+            )
+            return choice
+    return whole
+
+
+def _parts_suffice(config: LlmConfig) -> bool:
+    """Whether training and held-out text surely make a sample each."""
+    enough = _ENOUGH * config.sequence
+    sizes = [0, 0]
+    for text in read(config):
+        sizes[held_out(text, config.held_out)] += len(text.encode())
+        if min(sizes) >= enough:
+            return True
+    return False
 
 
 def held_out(text: str, share: float) -> bool:
@@ -181,7 +230,7 @@ def _read_text(source: Source, config: LlmConfig) -> Iterator[str]:
         ) from None
     except OSError as error:
         raise _unreadable(source, error) from None
-    if config.documents == "file":
+    if config.documents in ("file", "auto"):
         yield text
     elif config.documents == "line":
         yield from text.splitlines()
@@ -225,10 +274,10 @@ def _json_text(source: Source, number: int, line: bytes, field: str) -> str:
         raise DataError(f"{where}: a JSON {kind}, not an object; each line must be one object")
     if field not in row:
         names = ", ".join(sorted(map(str, row))) or "none"
-        raise DataError(f"{where}: no field {field!r} (fields: {names}); set text_field")
+        raise DataError(f"{where}: no field {field!r} (fields: {names}); name it with --text-field")
     if not isinstance(row[field], str):
         kind = type(row[field]).__name__
-        raise DataError(f"{where}: field {field!r} is {kind}, not text; set text_field")
+        raise DataError(f"{where}: field {field!r} is {kind}, not text; name it with --text-field")
     return row[field]
 
 
@@ -243,12 +292,14 @@ def _read_table(source: Source, config: LlmConfig) -> Iterator[str]:
             if field not in schema.names:
                 names = ", ".join(sorted(schema.names)) or "none"
                 raise DataError(
-                    f"data: {source.name}: no column {field!r} (columns: {names}); set text_field"
+                    f"data: {source.name}: no column {field!r} (columns: {names}); "
+                    "name it with --text-field"
                 )
             kind = schema.field(field).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise DataError(
-                    f"data: {source.name}: column {field!r} is {kind}, not text; set text_field"
+                    f"data: {source.name}: column {field!r} is {kind}, not text; "
+                    "name it with --text-field"
                 )
             for rows in table.iter_batches(batch_size=1024, columns=[field]):
                 for text in rows.column(0).to_pylist():
@@ -275,7 +326,7 @@ def _read_hub(source: Source, config: LlmConfig) -> Iterator[str]:
         names = ", ".join(sorted(rows.column_names)) or "none"
         raise DataError(
             f"data: {source.name}: no column {config.text_field!r} (columns: {names}); "
-            "set text_field"
+            "name it with --text-field"
         )
     for row in rows:
         if isinstance(row[config.text_field], str):

@@ -107,7 +107,7 @@ class Order:
             raise DataError(
                 f"data: the corpus makes {self.samples:,} samples, but a step of {self.world} "
                 f"workers x {self.accumulate} micro-batches x {self.batch} takes "
-                f"{self.per_step:,}; give more text, or lower batch, accumulate or sequence"
+                f"{self.per_step:,}; give more text, or lower --batch, --accumulate or --sequence"
             )
 
     @property
@@ -167,6 +167,7 @@ def prepare(config: LlmConfig, *, world: int = 1) -> Corpus:
     Raises:
         DataError: text cannot be read or is too little, or the cache cannot be written.
     """
+    config = corpus.settle(config)
     vocabulary = tokenizer.vocabulary(config)
     name = xxhash.xxh3_128_hexdigest(
         f"{_FORMAT}\0{corpus.fingerprint(config)}\0{config.held_out!r}\0{vocabulary.digest}".encode()
@@ -338,10 +339,10 @@ def _check_size(config: LlmConfig, packed: Corpus) -> None:
         raise DataError(
             f"data: {len(packed.held_out):,} tokens of {held_out} held-out documents (of "
             f"{train + held_out:,}) make no sample of {config.sequence}; give more documents, "
-            "raise held_out, lower sequence, or cut files with documents=paragraph"
+            "raise --held-out, lower --sequence, or cut files with --documents paragraph or line"
         )
     if packed.samples == 0:
         raise DataError(
             f"data: {len(packed.train):,} training tokens make no sample of {config.sequence}; "
-            "give more text, or lower sequence or held_out"
+            "give more text, or lower --sequence or --held-out"
         )

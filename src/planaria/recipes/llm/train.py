@@ -29,6 +29,7 @@ from planaria.recipes.llm.data import Corpus, Numbers, Order, prepare
 from planaria.recipes.llm.evaluate import Evaluation, evaluate
 from planaria.recipes.llm.models import causal_loss, make, wrap
 from planaria.recipes.llm.scalars import Board, ProgressLine
+from planaria.runtime.launch import worker
 
 
 def main(config: LlmConfig) -> None:
@@ -80,12 +81,15 @@ class Job:
     def train(self, run: planaria.Run) -> None:
         """Take every step, evaluate, and export the result."""
         config = self.config
-        with closing(ProgressLine(steps=config.steps, every=config.log_every)) as line:
-            self.attempt_all(run, line)
+        if worker.context() is not None:  # the launcher's screen shows each step's scalars
+            self.attempt_all(run, None)
+        else:
+            with closing(ProgressLine(steps=config.steps, every=config.log_every)) as line:
+                self.attempt_all(run, line)
         run.final(self.finish, **self.board.last)
 
-    def attempt_all(self, run: planaria.Run, line: ProgressLine) -> None:
-        """Take every step; shard 0 says how it goes."""
+    def attempt_all(self, run: planaria.Run, line: ProgressLine | None) -> None:
+        """Take every step; shard 0 says how it goes on ``line``."""
         config = self.config
         self.since = time.monotonic()
         for attempt in run.attempts(until=config.steps, checkpoint_every=config.checkpoint_every):
@@ -98,7 +102,8 @@ class Job:
             if attempt.broken or self.shard.index != 0:
                 continue
             self.board.write(upto=run.committed)
-            line.say(attempt.step, {"skipped": 1.0} if attempt.skipped else values)
+            if line is not None:
+                line.say(attempt.step, {"skipped": 1.0} if attempt.skipped else values)
 
     def finish(self) -> None:
         """Write what is left of the scalars, and the model; a collective under FSDP2."""

@@ -252,6 +252,8 @@ class EndRun(Body, frozen=True, tag=True):
 
     exit_code: int
     reason: str
+    owners: tuple[Worker, ...] = ()
+    """Who owned a shard: a script may still do something after its run. Others have nothing to do."""
 
 
 ToLauncher = Attached | Kill | WantSpare | RestartAll | Line | EndRun

@@ -21,10 +21,12 @@ import planaria
 from planaria.errors import JoinError, PlanariaError
 from planaria.runtime import messages
 from planaria.runtime.control import protocol as control
-from planaria.runtime.coordinator import journal, summary
+from planaria.runtime.coordinator import journal
+from planaria.runtime.coordinator.breaks import Breaks
 from planaria.runtime.coordinator.chores import Chores
 from planaria.runtime.coordinator.chronicle import Chronicle
 from planaria.runtime.coordinator.crowd import Crowd, Encoded, Session
+from planaria.runtime.coordinator.ending import Ending
 from planaria.runtime.coordinator.inbound import event_of
 from planaria.runtime.coordinator.keys import EpochKeys, answer
 from planaria.runtime.coordinator.saving import Saving
@@ -61,8 +63,6 @@ class ControlDesk:
         self.run = run
         self.out = out
         self.limits = limits
-        self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The exit code, once the run is over."""
         self.keys = EpochKeys(epoch=state.epoch)
         self.watch = Watch(limits=limits)
         self.crowd = Crowd()
@@ -81,9 +81,16 @@ class ControlDesk:
             chronicle=self._chronicle,
             apply=self.apply,
         )
+        self.ending = Ending(out, book=book, chronicle=self._chronicle, crowd=self.crowd)
+        self.over = self.ending.over
+        """The exit code, once the run is over and launchers are told so."""
         self._swaps = 0
         self._returning: set[Worker] = set()
+        """Members of the coordinator that died that have not come back to this one."""
+        self._deserted = False
+        """Taken over at its end, and no launcher has come back yet."""
         self._chores = Chores(failed=self.fail, over=self.over.done)
+        self._breaks = Breaks(book, limits=limits, watch=self.watch, chores=self._chores, desk=self)
 
     # What the service hands on.
 
@@ -97,10 +104,13 @@ class ControlDesk:
             version=hello.version,
             rank=hello.rank,
         )
-        reason = self._refusal(hello) or membership.refusal(self.state, event)
+        again = hello.worker in self.state.members
+        ended = again and self.state.phase == "ended"
+        reason = self._refusal(hello)
+        if reason is None and not ended:
+            reason = membership.refusal(self.state, event)
         if reason is not None:
             raise JoinError(reason)
-        again = hello.worker in self.state.members
         self.crowd.sessions[hello.worker] = Session(hello, outbox)
         self._book.write(
             journal.WorkerAttached(
@@ -118,6 +128,13 @@ class ControlDesk:
                 worker=hello.worker, world=self.state.config.world, limits=self.limits
             ),
         )
+        if ended:
+            # Who told the others of the end died before it could tell this one.
+            self._returning.discard(hello.worker)
+            stop = messages.Stop(reason=self.state.end, exit_code=self.state.exit_code)
+            self.crowd.send(hello.worker, stop)
+            self.crowd.end(hello.worker)
+            return
         self.apply(event)
         if again:
             self._catch_up(hello.worker)
@@ -139,7 +156,7 @@ class ControlDesk:
             case messages.Injected():
                 self._chronicle.injected(worker, message)
             case messages.Broke():
-                self._broke(worker, message)
+                self._breaks.heard(worker, message)
             case messages.Left():
                 self._leave(worker, message)
             case messages.Hello():
@@ -168,8 +185,10 @@ class ControlDesk:
             raise JoinError(f"the launcher is for run {hello.run}, this is run {self.run}")
         launcher = self.crowd.add_launcher(hello, outbox)
         launcher.tell(control.Attached(run=self.run))
+        self._deserted = self._deserted and not hello.spawns
         if self.over.done():
-            launcher.tell(control.EndRun(exit_code=self.over.result(), reason=self.state.end))
+            code, reason = self.over.result(), self.state.end
+            launcher.tell(control.EndRun(exit_code=code, reason=reason, owners=self._owners()))
 
     def hear_launcher(self, message: control.FromLauncher, outbox: Outbox) -> None:
         """One message of a launcher's stream."""
@@ -184,10 +203,15 @@ class ControlDesk:
             case _:
                 assert_never(message)
 
-    def gone_launcher(self, outbox: Outbox) -> None:
-        """The stream of a launcher has ended; the last one that could start workers ends the run."""
+    def gone_launcher(self, outbox: Outbox, *, cut: bool) -> None:
+        """The stream of a launcher has ended; the last one that could start workers ends the run.
+
+        ``cut``: not by the launcher's own decision. It may be stopped (Ctrl-Z) or starved, and come
+        back within the time-out.
+        """
         self.crowd.drop_launcher(outbox)
-        self._chores.later(self.limits.silence, self._without_launcher)
+        patience = self.limits.timeout if cut else self.limits.silence
+        self._chores.later(patience, self._without_launcher)
 
     async def answer(self, body: Any) -> msgspec.Struct:
         """Answer Put, Get, GetMany, Add or Check."""
@@ -231,11 +255,13 @@ class ControlDesk:
         else:
             traceback.print_exception(error)
             reason, code = f"the coordinator failed: {type(error).__name__}: {error}", 1
-        if not self.over.done():
-            self.state = msgspec.structs.replace(self.state, phase="ended", end=reason)
+        if not self.ending.begun:
+            self.state = msgspec.structs.replace(
+                self.state, phase="ended", end=reason, exit_code=code
+            )
             for worker in list(self.crowd.sessions):
                 self.crowd.send(worker, messages.Stop(reason=reason, exit_code=code))
-            self._end(events.EndRun(reason=reason, exit_code=code))
+            self.ending.begin(exit_code=code, reason=reason, owners=self._owners())
 
     # Events.
 
@@ -248,6 +274,8 @@ class ControlDesk:
             self.reason = after.reason
         if state.epoch != before.epoch:
             self.keys.begin(state.epoch)
+        if state.owners is not before.owners:
+            self.watch.follow(before, state, now=time.monotonic())
         if state.plan is not before.plan and state.plan is not None and state.plan.lost:
             self._swaps += 1
         # Before anyone is told: a coordinator that is started again knows at least as much.
@@ -263,6 +291,11 @@ class ControlDesk:
         member = self.state.members.get(worker)
         if member is None or self.state.phase == "ended":
             return
+        if member.shard is not None:
+            # Nobody is called who would not hear it.
+            for spare in self.watch.silent_spares(self.state, now=time.monotonic()):
+                assert spare.worker is not None
+                self.lose(spare.worker, how=spare.how, reason=spare.reason)
         self._chronicle.detected(worker, shard=member.shard, how=how, reason=reason)
         if how in ("stream", "pidfd"):
             self.apply(events.Lost(worker=worker, reason=reason))
@@ -297,6 +330,12 @@ class ControlDesk:
         self._store.flush(state)
         if resumed:
             self._returning = set(state.members)
+            if state.phase == "ended":
+                self._deserted = True
+                self.ending.begin(
+                    exit_code=state.exit_code, reason=state.end, owners=self._owners()
+                )
+                return
             self._chores.later(self.limits.timeout, self._missing)
             if state.phase == "waiting" or (state.phase == "forming" and state.deaths):
                 event = events.SpareTimedOut(epoch=state.epoch)
@@ -309,7 +348,16 @@ class ControlDesk:
         self._chores.later(0.0, lambda: self.apply(event))
 
     async def emptied(self, *, seconds: float) -> None:
-        """Wait until every stream is closed, at most ``seconds``."""
+        """Wait until everyone has heard of the end and left, at most ``seconds``.
+
+        At most one time-out more where members of a coordinator that died are still to come back:
+        they have nobody else to tell them.
+        """
+        end = time.monotonic() + self.limits.timeout
+        while time.monotonic() < end and (
+            self._deserted or not self._returning.isdisjoint(self.state.members)
+        ):
+            await asyncio.sleep(0.02)
         end = time.monotonic() + seconds
         while (self.crowd.sessions or self.crowd.launchers) and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -330,17 +378,6 @@ class ControlDesk:
     def _shard(self, worker: Worker) -> int | None:
         member = self.state.members.get(worker)
         return None if member is None else member.shard
-
-    def _broke(self, worker: Worker, message: messages.Broke) -> None:
-        """A communicator failed: mostly the first sign of a loss; else the owners regroup."""
-        entry = journal.Broke(worker=worker, epoch=message.epoch, reason=message.reason)
-        self._book.write(entry)
-        reason = f"a communicator failed under {worker} and nobody is lost: {message.reason}"
-
-        def nobody_lost() -> None:
-            self.apply(events.Regroup(epoch=message.epoch, reason=reason))
-
-        self._chores.later(self.limits.silence + 2 * self.limits.ping, nobody_lost)
 
     def _leave(self, worker: Worker, message: messages.Left) -> None:
         session = self.crowd.sessions.get(worker)
@@ -366,6 +403,8 @@ class ControlDesk:
         )
         self._book.write(entry)
         self.crowd.exited(worker)
+        if self.state.phase == "ended":
+            self._returning.discard(worker)
         session = self.crowd.sessions.get(worker)
         if session is not None and session.left:
             return
@@ -437,7 +476,9 @@ class ControlDesk:
                 node = session.hello.node if session is not None else ""
                 self.crowd.kill(action.worker, node=node, reason=action.reason)
             case events.EndRun():
-                self._end(action)
+                self.ending.begin(
+                    exit_code=action.exit_code, reason=action.reason, owners=self._owners()
+                )
             case events.RestartAll():
                 self.crowd.tell_launchers(control.RestartAll(reason=action.reason))
             case events.WantSpare():
@@ -461,18 +502,5 @@ class ControlDesk:
         if launcher is not None:
             launcher.tell(control.WantSpare(count=count))
 
-    def _end(self, action: events.EndRun) -> None:
-        code, reason = action.exit_code, action.reason
-        try:
-            self._book.write(journal.Ended(exit_code=code, reason=reason), sync=True)
-            self._chronicle.over(summary.write_summary(self.out))
-        except Exception as error:
-            # Whatever is wrong with journal or summary, the run has to end.
-            self._chronicle.say(f"no summary was written: {error}", kind="error")
-            traceback.print_exception(error)
-        finally:
-            self.crowd.tell_launchers(control.EndRun(exit_code=code, reason=reason))
-            for worker in list(self.crowd.sessions):
-                self.crowd.end(worker)
-            if not self.over.done():
-                self.over.set_result(code)
+    def _owners(self) -> tuple[Worker, ...]:
+        return tuple(worker for _, worker in sorted(self.state.owners.items()))

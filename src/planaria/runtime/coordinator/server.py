@@ -34,6 +34,8 @@ from planaria.runtime.messages import Limits
 
 LEAVE = 2.0
 """Seconds for workers and launchers to take their last message and go; our choice."""
+SUM_UP = 600.0
+"""Seconds for the summary; a million steps take about half a minute. Our choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,7 @@ async def serve(
     try:
         code = await desk.over
         await desk.emptied(seconds=LEAVE)
+        await desk.ending.finished(seconds=SUM_UP)
     finally:
         looking.cancel()
         desk.close()

@@ -20,6 +20,8 @@ from planaria.runtime import messages
 from planaria.runtime.control import protocol as control
 
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+CLOSED = "its control stream was closed"
+"""By the other side itself."""
 Context = Any
 Handler = Callable[[Any, Context], Awaitable[Any]]
 
@@ -64,7 +66,9 @@ class Desk(Protocol):
 
     def hear_launcher(self, message: control.FromLauncher, outbox: Outbox) -> None: ...
 
-    def gone_launcher(self, outbox: Outbox) -> None: ...
+    def gone_launcher(self, outbox: Outbox, *, cut: bool) -> None:
+        """The stream of a launcher has ended; ``cut``: not by its own decision."""
+        ...
 
     async def answer(self, body: Any) -> msgspec.Struct:
         """Answer Put, Get, GetMany, Add or Check."""
@@ -193,7 +197,7 @@ async def _serve_launcher(desk: Desk, context: Context) -> None:
         outbox,
         kind=control.FromLauncher,
         hear=_guarded(desk, lambda message: desk.hear_launcher(message, outbox)),
-        gone=_guarded(desk, lambda _: desk.gone_launcher(outbox)),
+        gone=_guarded(desk, lambda reason: desk.gone_launcher(outbox, cut=reason != CLOSED)),
     )
 
 
@@ -280,7 +284,7 @@ def _exception(task: asyncio.Task[Any]) -> BaseException | None:
 async def _read(context: Context, kind: Any, hear: Callable[[Any], None]) -> str:
     while (data := await context.read()) is not EOF:
         hear(control.decode(data, kind))
-    return "its control stream was closed"
+    return CLOSED
 
 
 async def _write(context: Context, outbox: Outbox) -> None:

@@ -6,13 +6,13 @@ Pure over the entries, except for reading and writing the files; seconds and byt
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from planaria.runtime.coordinator.journal import (
     Detected,
     DurableSaved,
     Ended,
-    Entry,
     EpochBegun,
     Injected,
     Opened,
@@ -40,8 +39,6 @@ from planaria.runtime.coordinator.journal import (
 from planaria.runtime.messages import Shard, Worker
 
 SUMMARY_FILE = "summary.json"
-
-E = TypeVar("E", bound=Entry)
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,48 +107,15 @@ def summarise(entries: Iterable[AnyEntry]) -> Summary:
     """What a journal says of its last run, in one value.
 
     A folder that was used again holds several; a coordinator that took over goes on with the same.
+    One pass, which keeps two numbers for each step and a handful for each recovery: the journal of
+    a long run does not fit into memory.
     """
-    lines = list(entries)
-    begins = [i for i, x in enumerate(lines) if isinstance(x, Opened) and not x.resumed]
-    lines = lines[begins[-1] :] if begins else lines
-    opened = _all(lines, Opened)
-    if not opened:
-        raise DataError("the journal holds no run: its first line, 'opened', is missing")
-    world = opened[-1].world
-    commits = _all(lines, AllCommitted)
-    timed = {c.generation: c for c in commits if c.step_s is not None}
-    step_seconds = [c.step_s for c in timed.values() if c.step_s is not None]
-    waited = sum(c.waited_s for c in timed.values())
-    finished = {f.shard: f for f in _all(lines, ShardFinished)}
-    final: dict[str, float] = {}
-    for line in _all(lines, Scalars):
-        final.update(as_floats(line.values))
-    for shard in sorted(finished, reverse=True):
-        final.update(as_floats(finished[shard].result))
-    swaps = tuple(_swaps(lines))
-    steps = max((c.generation for c in commits), default=0)
-    ended = _all(lines, Ended)
-    saved = _all(lines, DurableSaved)
-    volume = sum(c.bytes for c in commits)
-    return Summary(
-        run=opened[0].run,
-        exit_code=ended[-1].exit_code if ended else None,
-        reason=ended[-1].reason if ended else "",
-        world=world,
-        steps=steps,
-        seconds=lines[-1].mono - lines[0].mono,
-        step_s=statistics.median(step_seconds) if step_seconds else None,
-        final=final,
-        state_digest=_digest([f.state_digest for _, f in sorted(finished.items())], world),
-        samples_digest=_digest([f.samples_digest for _, f in sorted(finished.items())], world),
-        swaps=swaps,
-        steps_redone=_redone(lines),
-        injected=len(_all(lines, Injected)),
-        protected_bytes=volume,
-        protected_bytes_per_step=volume / steps if steps else 0.0,
-        overhead=waited / sum(step_seconds) if step_seconds else None,
-        durable=saved[-1].generation if saved else None,
-    )
+    account = _Account()
+    for entry in entries:
+        if isinstance(entry, Opened) and not entry.resumed:
+            account = _Account()
+        account.add(entry)
+    return account.summary()
 
 
 def write_summary(out: Path) -> Summary:
@@ -173,91 +137,213 @@ def read_summary(out: Path) -> Summary:
         raise DataError(f"summary {path} cannot be read: {error}") from None
 
 
-def _all(lines: Iterable[AnyEntry], kind: type[E]) -> list[E]:
-    return [line for line in lines if isinstance(line, kind)]
-
-
 def _digest(parts: list[str], world: int) -> str | None:
     if len(parts) < world:
         return None
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _recoveries(lines: list[AnyEntry]) -> Iterator[tuple[int, int]]:
-    """Cut the journal into recoveries: from the loss of an owner to whatever comes next.
+class _Steps:
+    """Seconds of each step and of its wait for protection, the newest word on each."""
 
-    That is the next loss after all had restored, a regrouping in which nobody was lost, or the end.
+    def __init__(self) -> None:
+        self._first = 0
+        self._seconds = array("d")
+        self._waited = array("d")
+
+    def put(self, step: int, seconds: float, waited: float) -> None:
+        if not self._seconds:
+            self._first = step
+        if (missing := self._first - step) > 0:  # a run that went back below where it began
+            empty = array("d", [math.nan]) * missing
+            self._seconds, self._waited = empty + self._seconds, empty + self._waited
+            self._first = step
+        if (missing := step - self._first + 1 - len(self._seconds)) > 0:
+            empty = array("d", [math.nan]) * missing
+            self._seconds += empty
+            self._waited += empty
+        self._seconds[step - self._first] = seconds
+        self._waited[step - self._first] = waited
+
+    def known(self) -> list[float]:
+        return [seconds for seconds in self._seconds if not math.isnan(seconds)]
+
+    def waited(self) -> float:
+        return sum(waited for waited in self._waited if not math.isnan(waited))
+
+
+class _Recovery:
+    """From the loss of an owner, or a regrouping without one, to whatever comes next.
+
+    That is the next loss after all had restored, the next regrouping, or the end of the run.
     """
-    begins: list[int] = []
-    restoring = False
-    for index, line in enumerate(lines):
+
+    def __init__(self, *, lost: Detected | None, injected: float | None) -> None:
+        self._lost = lost
+        self._injected = injected
+        self._detected: list[Detected] = []
+        self._epochs: list[EpochBegun] = []
+        self._plan: Planned | None = None
+        self._phases: dict[str, float] = {}
+        self._released: float | None = None
+        self._resumed: float | None = None
+        self._protected: float | None = None
+
+    @property
+    def redone(self) -> int:
+        """Steps done again; what counts is the plan that came to its end."""
+        return 0 if self._plan is None else self._plan.redone
+
+    def add(self, line: AnyEntry) -> None:
+        plan = self._plan
+        match line:
+            case Detected() if line.shard is not None:
+                self._detected.append(line)
+            case EpochBegun():
+                self._epochs.append(line)
+            case Planned():
+                self._plan, self._phases = line, {}
+                self._released = self._resumed = self._protected = None
+            case WorkerRestored() if plan is not None and line.epoch == plan.epoch:
+                for name, seconds in line.phases.items():
+                    self._phases[name] = max(self._phases.get(name, 0.0), seconds)
+            case Released() if plan is not None and line.epoch == plan.epoch:
+                self._released = self._released or line.mono
+            case AllCommitted() if plan is not None and line.epoch >= plan.epoch:
+                base = -1 if plan.generation is None else plan.generation
+                if line.generation > base and self._resumed is None:
+                    self._resumed = line.mono
+            case Protected() if plan is not None and line.epoch >= plan.epoch:
+                self._protected = self._protected or line.mono
+            case _:
+                pass
+
+    def swap(self) -> Swap | None:
+        """None where no owner was lost, or where that was before the run had begun."""
+        if self._lost is None or not self._epochs:
+            return None
+        plan, released = self._plan, self._released
+        resumed = None if released is None else self._resumed
+        signal = self._lost.mono if self._injected is None else self._injected
+        phases = {"detect": self._lost.mono - signal, **self._phases}
+        if released is not None and resumed is not None:
+            phases["resume"] = resumed - released
+        if released is not None and self._protected is not None:
+            phases["protect"] = max(0.0, self._protected - released)
+        return Swap(
+            epoch=plan.epoch if plan else self._epochs[-1].epoch,
+            epochs=len(self._epochs),
+            lost=tuple(sorted({d.shard for d in self._detected if d.shard is not None})),
+            workers=tuple(dict.fromkeys(d.worker for d in self._detected)),
+            how=tuple(d.how for d in self._detected),
+            reason=self._epochs[0].reason,
+            injected=self._injected is not None,
+            generation=plan.generation if plan else None,
+            redone=self.redone,
+            phases=phases,
+            recovery=None if released is None else released - signal,
+            total=None if resumed is None else resumed - signal,
+        )
+
+
+class _Account:
+    """One run, line by line."""
+
+    def __init__(self) -> None:
+        self._first: AnyEntry | None = None
+        self._last: AnyEntry | None = None
+        self._run = ""
+        self._opened: Opened | None = None
+        self._ended: Ended | None = None
+        self._durable: int | None = None
+        self._injected: dict[Worker, float] = {}
+        self._faults = 0
+        self._scalars: dict[str, float] = {}
+        self._finished: dict[Shard, ShardFinished] = {}
+        self._generation = 0
+        self._bytes = 0
+        self._steps = _Steps()
+        self._swaps: list[Swap] = []
+        self._redone = 0
+        self._recovery: _Recovery | None = None
+        self._restoring = False
+
+    def add(self, line: AnyEntry) -> None:
+        self._first, self._last = self._first or line, line
+        self._cut(line)
+        if self._recovery is not None:
+            self._recovery.add(line)
+        match line:
+            case Opened():
+                self._run = self._run or line.run
+                self._opened = line
+            case AllCommitted():
+                self._generation = max(self._generation, line.generation)
+                self._bytes += line.bytes
+                if line.step_s is not None:
+                    self._steps.put(line.generation, line.step_s, line.waited_s)
+            case Scalars():
+                self._scalars.update(as_floats(line.values))
+            case Injected():
+                self._injected[line.worker] = line.mono
+                self._faults += 1
+            case ShardFinished():
+                self._finished[line.shard] = line
+            case DurableSaved():
+                self._durable = line.generation
+            case Ended():
+                self._ended = line
+            case _:
+                pass
+
+    def _cut(self, line: AnyEntry) -> None:
+        """Begin a new recovery where ``line`` is the first of one."""
         if isinstance(line, Released):
-            restoring = False
+            self._restoring = False
         elif isinstance(line, Detected) and line.shard is not None:
-            if not restoring:
-                begins.append(index)
-            restoring = True
+            if not self._restoring:
+                self._begin(_Recovery(lost=line, injected=self._injected.get(line.worker)))
         elif (
             isinstance(line, EpochBegun)
             and line.phase != "building"  # the beginning of the run is no recovery
             and not line.lost
-            and not restoring
+            and not self._restoring
         ):
-            begins.append(index)
-            restoring = True
-    yield from itertools.pairwise([*begins, len(lines)])
+            self._begin(_Recovery(lost=None, injected=None))
 
+    def _begin(self, recovery: _Recovery | None) -> None:
+        if self._recovery is not None:
+            self._redone += self._recovery.redone
+            swap = self._recovery.swap()
+            self._swaps += [] if swap is None else [swap]
+        self._recovery = recovery
+        self._restoring = True
 
-def _swaps(lines: list[AnyEntry]) -> Iterator[Swap]:
-    """The recoveries in which an owner was lost."""
-    for begin, end in _recoveries(lines):
-        if isinstance(lines[begin], Detected):
-            swap = _swap(lines[:begin], lines[begin:end])
-            if swap is not None:
-                yield swap
-
-
-def _redone(lines: list[AnyEntry]) -> int:
-    """Steps done again over all recoveries; what counts of each is the plan that came to its end."""
-    plans = (_all(lines[begin:end], Planned) for begin, end in _recoveries(lines))
-    return sum(made[-1].redone for made in plans if made)
-
-
-def _swap(before: list[AnyEntry], lines: list[AnyEntry]) -> Swap | None:
-    detected = [d for d in _all(lines, Detected) if d.shard is not None]
-    epochs = _all(lines, EpochBegun)
-    if not epochs:
-        return None
-    plans = _all(lines, Planned)
-    plan = plans[-1] if plans else None
-    epoch = plan.epoch if plan else epochs[-1].epoch
-    released = next((r.mono for r in _all(lines, Released) if r.epoch == epoch), None)
-    base = plan.generation if plan is not None and plan.generation is not None else -1
-    commits = [] if released is None else [c for c in _all(lines, AllCommitted) if c.epoch >= epoch]
-    resumed = next((c.mono for c in commits if c.generation > base), None)
-    protected = next((p.mono for p in _all(lines, Protected) if p.epoch >= epoch), None)
-    cause = [i for i in _all(before, Injected) if i.worker == detected[0].worker]
-    signal = cause[-1].mono if cause else detected[0].mono
-    phases = {"detect": detected[0].mono - signal}
-    for restored in _all(lines, WorkerRestored):
-        if restored.epoch == epoch:
-            for name, seconds in restored.phases.items():
-                phases[name] = max(phases.get(name, 0.0), seconds)
-    if released is not None and resumed is not None:
-        phases["resume"] = resumed - released
-    if released is not None and protected is not None:
-        phases["protect"] = max(0.0, protected - released)
-    return Swap(
-        epoch=epoch,
-        epochs=len(epochs),
-        lost=tuple(sorted({d.shard for d in detected if d.shard is not None})),
-        workers=tuple(dict.fromkeys(d.worker for d in detected)),
-        how=tuple(d.how for d in detected),
-        reason=epochs[0].reason,
-        injected=bool(cause),
-        generation=plan.generation if plan else None,
-        redone=plan.redone if plan else 0,
-        phases=phases,
-        recovery=None if released is None else released - signal,
-        total=None if resumed is None else resumed - signal,
-    )
+    def summary(self) -> Summary:
+        self._begin(None)
+        if self._opened is None or self._first is None or self._last is None:
+            raise DataError("the journal holds no run: its first line, 'opened', is missing")
+        finished, world, steps = self._finished, self._opened.world, self._generation
+        final = dict(self._scalars)
+        for shard in sorted(finished, reverse=True):
+            final.update(as_floats(finished[shard].result))
+        seconds = self._steps.known()
+        return Summary(
+            run=self._run,
+            exit_code=self._ended.exit_code if self._ended else None,
+            reason=self._ended.reason if self._ended else "",
+            world=world,
+            steps=steps,
+            seconds=self._last.mono - self._first.mono,
+            step_s=statistics.median(seconds) if seconds else None,
+            final=final,
+            state_digest=_digest([f.state_digest for _, f in sorted(finished.items())], world),
+            samples_digest=_digest([f.samples_digest for _, f in sorted(finished.items())], world),
+            swaps=tuple(self._swaps),
+            steps_redone=self._redone,
+            injected=self._faults,
+            protected_bytes=self._bytes,
+            protected_bytes_per_step=self._bytes / steps if steps else 0.0,
+            overhead=self._steps.waited() / sum(seconds) if seconds else None,
+            durable=self._durable,
+        )

@@ -20,8 +20,11 @@ _START = 30.0
 """Seconds from start to listening; it takes well under one where the machine is not overloaded."""
 _RESTARTS = 3
 """How often a coordinator that dies is started again in one run; our choice."""
-_LEAVE = 5.0
-"""Seconds for it to write its summary and leave after the run has ended."""
+_LEAVE = 600.0
+"""Seconds for it to write its summary, as long as that of a long run takes, and leave after the run
+has ended."""
+_END = 30.0
+"""The same after SIGTERM, where the run has not ended for it; our choice."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -74,10 +77,10 @@ class CoordinatorProcess:
     def end(self, *, over: bool) -> None:
         """Let it leave; make it, where it does not, or where the run is not ``over`` for it.
 
-        Blocks for some seconds at most.
+        Blocks until the summary is written.
         """
         patience = _LEAVE if over else 0.0
-        for number, seconds in ((None, patience), (signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+        for number, seconds in ((None, patience), (signal.SIGTERM, _END), (signal.SIGKILL, 5.0)):
             if number is not None:
                 self._process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -147,18 +147,23 @@ class Fleet:
             await asyncio.sleep(0.01)
         return not self.living
 
-    async def leave(self, *, seconds: float, hurry: asyncio.Event) -> list[str]:
+    async def leave(
+        self, *, seconds: float, hurry: asyncio.Event, only: frozenset[Worker] | None = None
+    ) -> list[Worker]:
         """Wait ``seconds`` for workers that still do something of their own after the run.
 
-        Ends when ``hurry`` is set. A worker that is stopped (SIGSTOP) does nothing and is not waited
-        for. Returns the names of those that still live.
+        ``only``: who is waited for; None: everyone. Ends when ``hurry`` is set. A worker that is
+        stopped (SIGSTOP) does nothing and is not waited for. Returns the names of those of them that
+        still live.
         """
+
+        def left() -> list[Child]:
+            return [c for c in self.living.values() if only is None or c.name in only]
+
         end = self._loop.time() + seconds
-        while self._loop.time() < end and not hurry.is_set():
-            if not any(map(_runs, self.living.values())):
-                break
+        while self._loop.time() < end and not hurry.is_set() and any(map(_runs, left())):
             await asyncio.sleep(0.05)
-        return sorted(self.living)
+        return sorted(child.name for child in left())
 
     async def end(self) -> None:
         """Kill who is left."""

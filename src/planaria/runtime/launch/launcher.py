@@ -83,6 +83,8 @@ class _Launch:
         self.code: int | None = None
         self.grace = _HURRY
         """Seconds in which workers may leave by themselves."""
+        self.owners: frozenset[str] = frozenset()
+        """Who owned a shard when the run ended well."""
         self.told = False
         """Whether it was the coordinator that ended the run."""
         self.link: LauncherLink | None = None
@@ -164,12 +166,13 @@ class _Launch:
     async def _see_out(self) -> None:
         """Workers end by themselves: what a script does after its run is not cut off unsaid."""
         left = await self.fleet.leave(seconds=self.grace, hurry=self.hurry)
+        left = sorted(self.owners.intersection(left))
         if left and self.code == 0 and not self.interrupts:
             self.screen.line(
                 f"the run is over, {', '.join(left)} still at work; Ctrl-C ends them", kind="swap"
             )
             seconds = _LINGER * self.config.timeout
-            if left := await self.fleet.leave(seconds=seconds, hurry=self.hurry):
+            if left := await self.fleet.leave(seconds=seconds, hurry=self.hurry, only=self.owners):
                 self._fail_after(
                     f"{', '.join(left)} had not ended when the run was over and was killed: what it "
                     "was writing may be incomplete; do such work in run.final"
@@ -381,7 +384,7 @@ class _Launch:
             case control.EndRun():
                 self.told = True
                 if message.exit_code == 0:
-                    self.grace = _LEAVE
+                    self.grace, self.owners = _LEAVE, frozenset(message.owners)
                 interrupted = 128 + self.number if self.interrupts else message.exit_code
                 self._finish(interrupted, message.reason)
             case control.Attached():  # the link has dealt with it

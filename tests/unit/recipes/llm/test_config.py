@@ -24,7 +24,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "llama-demo, llama-1m, llama-30m, llama-500m, llama-1.8b",
     ),
     ({"regime": "zero"}, "regime: 'zero' is unknown; choose one of ddp, fsdp"),
-    ({"documents": "page"}, "documents: 'page' is unknown; choose one of file, paragraph, line"),
+    (
+        {"documents": "page"},
+        "documents: 'page' is unknown; choose one of auto, file, paragraph, line",
+    ),
     (
         {"optimizer": "sgd"},
         "optimizer: 'sgd' is unknown; choose one of adamw, adams, sharded, scape",

@@ -93,8 +93,11 @@ def test_not_utf8(tmp_path: Path, make_config: MakeConfig) -> None:
     [
         (b'{"text": ', "not JSON (Expecting value); mend or delete the line"),
         (b"[1]", "a JSON list, not an object; each line must be one object"),
-        (b'{"body": "x", "id": 1}', "no field 'text' (fields: body, id); set text_field"),
-        (b'{"text": 3}', "field 'text' is int, not text; set text_field"),
+        (
+            b'{"body": "x", "id": 1}',
+            "no field 'text' (fields: body, id); name it with --text-field",
+        ),
+        (b'{"text": 3}', "field 'text' is int, not text; name it with --text-field"),
         (b'{"text": "\xff"}', "not UTF-8; mend or delete the line"),
     ],
 )
@@ -108,10 +111,10 @@ def test_bad_tables(tmp_path: Path, make_config: MakeConfig) -> None:
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), file)
     assert refusal(make_config(data=(str(file),))) == (
-        f"data: {file}: no column 'text' (columns: body, id); set text_field"
+        f"data: {file}: no column 'text' (columns: body, id); name it with --text-field"
     )
     assert refusal(make_config(data=(str(file),), text_field="id")) == (
-        f"data: {file}: column 'id' is int64, not text; set text_field"
+        f"data: {file}: column 'id' is int64, not text; name it with --text-field"
     )
     assert list(corpus.read(make_config(data=(str(file),), text_field="body"))) == ["x"]
     file.write_bytes(b"PAR1 and nothing else")

@@ -87,7 +87,7 @@ def test_too_few_samples_for_a_step() -> None:
         order(samples=23)
     assert str(caught.value) == (
         "data: the corpus makes 23 samples, but a step of 4 workers x 2 micro-batches x 3 takes "
-        "24; give more text, or lower batch, accumulate or sequence"
+        "24; give more text, or lower --batch, --accumulate or --sequence"
     )
 
 
@@ -206,7 +206,7 @@ def test_too_little_text(make_config: MakeConfig, tmp_path: Path) -> None:
     assert not corpus.held_out(text, 0.05)
     assert refusal(text, documents="file") == (
         "data: 0 tokens of 0 held-out documents (of 1) make no sample of 32; give more documents, "
-        "raise held_out, lower sequence, or cut files with documents=paragraph"
+        "raise --held-out, lower --sequence, or cut files with --documents paragraph or line"
     )
     lines = "".join(f"line {i} of a small file\n" for i in range(40))
     packed = make_config(
@@ -247,3 +247,25 @@ def test_progress_is_said_when_it_takes_long(
     assert lines[0].startswith("tokenising: ")
     assert lines[0].endswith(" MB/s")
     assert " documents, " in lines[0]
+
+
+def test_one_file_is_cut_so_that_a_part_is_held_out(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "my.txt"
+    file.write_text("".join(f"Paragraph {i} of a text.\n\n" for i in range(900)), encoding="utf-8")
+    config = make_config(data=(str(file),), documents="auto", cache=tmp_path / "cache")
+    with caplog.at_level(logging.INFO, logger=corpus.__name__):
+        packed = prepare(config)
+    assert packed.held_out_samples > 0
+    assert sum(packed.documents) == 900
+    said = [r.getMessage() for r in caplog.records if r.name == corpus.__name__]
+    assert said == [
+        "data: too few files to hold some out, so they are cut by paragraph and 5 % is held "
+        "out; --documents and --held-out say otherwise"
+    ]
+
+
+def test_many_files_stay_whole(make_config: MakeConfig) -> None:
+    config = make_config(documents="auto", held_out=0.5)
+    assert corpus.settle(config).documents == "file"
