@@ -47,6 +47,7 @@ GLEASON = GleasonConfig(
     tiles=16,
     px=32,
     mpp=4.0,
+    offsets=1,
     pbir=False,
     dc="none",
     loss="mse",

@@ -59,7 +59,7 @@ HEADLINES = (
     ),
     Headline(
         recipe="gleason",
-        setting="--synthetic 1020 --width 0.25 --depth 0.5 --tiles 16 --px 64 --mpp 2.0 "
+        setting="--synthetic 1020 --width 0.25 --depth 0.5 --tiles 16 --px 64 --mpp 2.0 --offsets 1 "
         "--batch 8 --epochs 8 --evals 4 --lr 4e-3",
         method="--pbir --dc batchnorm --loss qwmse",
         bare=None,

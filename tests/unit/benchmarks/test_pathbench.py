@@ -191,4 +191,14 @@ def test_the_page_says_what_is_missed_and_what_is_missing(tmp_path: Path) -> Non
     assert "| +0.000 [+0.000, +0.000] | no verdict (1 of 3 seeds) |" in page
     assert "**Missing: 4 of 6 runs** (RCC, seed 0; attention, seed 0; fusion, seed 0;" in page
     assert "**Missing: 46 of 48 runs**" in page
+    whole = [
+        headline("metastasis", which)
+        | {"row": "tried", "attempt": "y", "command": f"--synthetic {which}"}
+        for which in ("bare", "calm", "struck")
+    ]
+    rows.add("e", whole, seconds=1.0, load=0.0)
+    # A try with all three runs stands in for a headline that is not complete.
+    page = report.report(Rows(rows.path), command="c", seeds=1)
+    assert "| metastasis, worker killed | equal digests | equal | yes |" in page
+    assert "--synthetic struck --out runs/metastasis-struck" in page
     assert json.loads(rows.path.read_text().splitlines()[0])["unit"] == "cell/metastasis/nothing/0"

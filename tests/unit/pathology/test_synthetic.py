@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from planaria.errors import ConfigError
 from planaria.pathology.synthetic.node import NodeConfig, node_slide, patch, tumour_mask
 from planaria.pathology.synthetic.paint import blobs, draw_stain, ink
-from planaria.pathology.synthetic.prostate import PAIRS, BiopsyConfig, biopsy, isup_of
+from planaria.pathology.synthetic.prostate import PAIRS, BiopsyConfig, biopsy, facts, isup_of
+from planaria.pathology.synthetic.tree import write_tree
 
 
 def test_the_same_arguments_give_the_same_pixels() -> None:
@@ -77,6 +80,26 @@ def test_grades_follow_from_the_regions() -> None:
         assert counts[primary] > 0
         assert set(np.unique(found.mask)) <= {0, 1, 2, primary, secondary}
         assert "synthetic" in found.name
+
+
+def test_a_tree_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
+    config = BiopsyConfig(width=256, height=128)
+    for index in range(8):
+        known, found = facts(index, seed=3, config=config), biopsy(index, seed=3, config=config)
+        assert (known.name, known.isup, known.gleason, known.laboratory) == (
+            found.name,
+            found.isup,
+            found.gleason,
+            found.laboratory,
+        )
+    write_tree(tmp_path / "a", count=3, seed=3, config=config)
+    first = sorted((tmp_path / "a" / "train_images").iterdir())
+    before = [path.stat().st_mtime_ns for path in first]
+    write_tree(tmp_path / "a", count=4, seed=3, config=config)
+    assert [path.stat().st_mtime_ns for path in first] == before
+    whole = write_tree(tmp_path / "b", count=4, seed=3, config=config)
+    assert (tmp_path / "a" / "train.csv").read_text() == (whole / "train.csv").read_text()
+    assert len(list((tmp_path / "a" / "train_label_masks").iterdir())) == 4
 
 
 def test_every_pair_has_a_grade() -> None:

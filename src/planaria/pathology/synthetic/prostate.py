@@ -63,6 +63,23 @@ class BiopsyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a biopsy before it is painted."""
+
+    name: str
+    isup: int
+    """Grade group, 0 to 5."""
+    pair: tuple[int, int] | None
+    """Primary and secondary Gleason pattern; None where there is no cancer."""
+    laboratory: str
+
+    @property
+    def gleason(self) -> str:
+        """``negative`` or ``3+4`` and alike."""
+        return "negative" if self.pair is None else f"{self.pair[0]}+{self.pair[1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Biopsy:
     """One synthetic biopsy with its truth."""
 
@@ -105,12 +122,10 @@ def biopsy(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> 
     """
     config = config or BiopsyConfig()
     rng = np.random.default_rng([seed, index, 11])
-    grade = index % 6
-    laboratory = config.laboratories[(index // 6) % len(config.laboratories)]
-    pair = None if grade == 0 else PAIRS[grade][int(rng.integers(len(PAIRS[grade])))]
-    regions = lay_regions(pair, config=config, rng=rng)
+    known = _facts(index, seed=seed, config=config, rng=rng)
+    regions = lay_regions(known.pair, config=config, rng=rng)
     canvas, mask = paint_biopsy(regions, config=config, rng=rng)
-    rgb = canvas.colour(draw_stain(laboratory, rng=rng), rng=rng)
+    rgb = canvas.colour(draw_stain(known.laboratory, rng=rng), rng=rng)
     colour = None
     if rng.random() < config.pen:
         colour = ("green", "blue", "black")[int(rng.integers(3))]
@@ -118,11 +133,27 @@ def biopsy(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> 
     return Biopsy(
         rgb=rgb,
         mask=mask,
-        isup=grade,
-        gleason="negative" if pair is None else f"{pair[0]}+{pair[1]}",
-        laboratory=laboratory,
-        name=f"synthetic-biopsy-{seed}-{index:05d}",
+        isup=known.isup,
+        gleason=known.gleason,
+        laboratory=known.laboratory,
+        name=known.name,
         ink=colour,
+    )
+
+
+def facts(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> Facts:
+    """What :func:`biopsy` would paint, at no cost."""
+    rng = np.random.default_rng([seed, index, 11])
+    return _facts(index, seed=seed, config=config or BiopsyConfig(), rng=rng)
+
+
+def _facts(index: int, *, seed: int, config: BiopsyConfig, rng: np.random.Generator) -> Facts:
+    grade = index % 6
+    return Facts(
+        name=f"synthetic-biopsy-{seed}-{index:05d}",
+        isup=grade,
+        pair=None if grade == 0 else PAIRS[grade][int(rng.integers(len(PAIRS[grade])))],
+        laboratory=config.laboratories[(index // 6) % len(config.laboratories)],
     )
 
 

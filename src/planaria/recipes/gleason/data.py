@@ -262,9 +262,9 @@ def _part(records: Sequence[Record], files: Sequence[Path], *, bags: Bags | None
 def _key(config: GleasonConfig) -> str:
     """Names the tiles: everything that they depend on but the slides, whose names are unique in a
     data set (the names of synthetic ones hold their seed)."""
-    board = asdict(config.board) | {"offset": None}  # grids add to the cache, and change none of it
     data: object = config.data
     if config.data == SYNTHETIC:
         data = asdict(_biopsies(config))
+    board = asdict(config.board) | {"offset": None}  # grids add to the cache, and change none of it
     settings = [board, asdict(TissueConfig()), data]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
