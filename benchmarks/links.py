@@ -4,8 +4,12 @@ Every worker lives in a network namespace of its own; its link to a bridge passe
 both directions. Bytes are read from the interface's counters, times from the clock. Needs root,
 ``ip`` and ``tc``; removes what it made.
 
-    python benchmarks/links.py --mbit 100 --steps 5
-    python benchmarks/links.py --mbit 50 100 500 1000 --out docs/results/links.md
+    python benchmarks/links.py                            all rates, a plain network
+    python benchmarks/links.py --mbit 100 --network llama-1m --methods adams local-0.01
+    python benchmarks/links.py --table                    only write the page from the rows
+
+A rate of 0 is loopback: all workers in one namespace, without a limit.
+Rows are appended, and of equal ones the last counts.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,9 +29,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-METHODS = ("adams", "frozen-0.1", "frozen-0.01", "local-0.1", "local-0.01")
+from scape_methods import job, parse, setup
+
+METHODS = (
+    "adams",
+    "frozen-0.75/wire=int4/statistic=cycle",
+    "frozen-0.077/wire=int4/statistic=cycle",
+    "frozen-0.1",
+    "frozen-0.01",
+    "local-0.1",
+    "local-0.01",
+)
 SIZES = (16 << 10, 1 << 20, 4 << 20)
 SUBNET = "10.213.7"
+LOOPBACK = 20_000.0
+"""Mbit/s that stand for a link without a limit in a prediction."""
 
 
 def sh(*command: str) -> None:
@@ -35,12 +52,19 @@ def sh(*command: str) -> None:
 
 @contextlib.contextmanager
 def namespaces(workers: int, mbit: float) -> Generator[list[str]]:
-    """One namespace for each worker, all on one bridge, limited to ``mbit`` both ways (0: not)."""
+    """A namespace for each worker, all on one bridge and limited to ``mbit`` both ways.
+
+    At a rate of 0 all workers get one namespace, which has a loopback interface only.
+    """
     tag = f"pl{os.getpid() % 100000}"
     hub, names = f"{tag}h", [f"{tag}w{i}" for i in range(workers)]
     limit = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "limit", "8mb"]
     try:
         sh("ip", "netns", "add", hub)
+        if not mbit:
+            sh("ip", "-n", hub, "link", "set", "lo", "up")
+            yield [hub] * workers
+            return
         sh("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
         sh("ip", "-n", hub, "link", "set", "br0", "up")
         for i, name in enumerate(names):
@@ -51,17 +75,17 @@ def namespaces(workers: int, mbit: float) -> Generator[list[str]]:
             sh("ip", "-n", name, "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
             sh("ip", "-n", hub, "link", "set", f"p{i}", "master", "br0", "up")
             sh("ip", "-n", name, "link", "set", "eth0", "up")
-            if mbit > 0:
-                sh("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *limit)
-                sh("tc", "-n", hub, "qdisc", "add", "dev", f"p{i}", "root", *limit)
+            sh("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *limit)
+            sh("tc", "-n", hub, "qdisc", "add", "dev", f"p{i}", "root", *limit)
         yield names
     finally:
         for name in [*names, hub]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def sent_bytes(interface: str) -> int:
-    """Bytes that the interface has sent."""
+def sent_bytes() -> int:
+    """Bytes that this worker's interface has sent."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
@@ -70,79 +94,66 @@ def sent_bytes(interface: str) -> int:
 
 
 def timed(action: Any, times: int) -> tuple[float, float]:
-    """Median seconds and mean bytes of an action of all workers; the first turn warms up."""
+    """Median seconds and mean bytes of a single collective; the first turn warms up."""
     import torch.distributed as dist
 
     seconds, sent = [], []
     for _ in range(times + 1):
         dist.barrier()
-        before, begin = sent_bytes("eth0"), time.perf_counter()
+        before, begin = sent_bytes(), time.perf_counter()
         action()
         seconds.append(time.perf_counter() - begin)
-        sent.append(sent_bytes("eth0") - before)
+        sent.append(sent_bytes() - before)
     return statistics.median(seconds[1:]), statistics.mean(sent[1:])
 
 
-def setup(
-    method: str, model: Any, *, lr: float, clip: float | None = None, dense_steps: int = 0
-) -> tuple[Any, Any]:
-    """The module to call and the optimizer of a method, as ``family-density/key=value/...``.
+def steady(step: Any, times: int) -> tuple[float, float]:
+    """Median seconds and mean bytes of steps that follow each other, as in training.
 
-    Families: adamw and adams (dense, sharded), frozen, moved and local (Scape), topk, demo, steps
-    (local steps), powersgd. Further keys are keywords of Scape.
+    Nothing waits between them, so that a mask which is under way at the end of a step costs its
+    time in the next one. Two steps warm up.
     """
+    import torch.distributed as dist
+
+    step()
+    step()
+    dist.barrier()
+    before, seconds = sent_bytes(), []
+    for _ in range(times):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    sent = sent_bytes() - before
+    dist.barrier()
+    return statistics.median(seconds), sent / times
+
+
+def network(args: argparse.Namespace) -> tuple[Any, Any]:
+    """A model and a function of a module that gives its loss."""
     import torch
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
+    from torch import nn
 
-    from planaria.optim import AdamS, Scape, Sharded, param_groups, peers
+    torch.manual_seed(0)
+    if args.network == "mlp":
+        pairs = [(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(args.layers)]
+        x = torch.randn(args.batch, args.width)
+        model = nn.Sequential(*(module for pair in pairs for module in pair))
+        return model, lambda module: module(x).square().mean()
+    from planaria.recipes.llm.config import LlmConfig
+    from planaria.recipes.llm.models import causal_loss, make
+    from planaria.recipes.llm.tokenizer import Vocabulary
 
-    name, *choices = method.split("/")
-    family, _, share = name.partition("-")
-    density = float(share or 1)
-    groups = param_groups(model, dense_embeddings=False)
-    if family == "adams":
-        for group in groups:
-            del group["dense"]
-        return model, Sharded(AdamS, groups, lr=lr, max_norm=clip)
-    if family == "adamw":
-        for group in groups:
-            del group["dense"]
-        return model, Sharded(torch.optim.AdamW, groups, lr=lr, betas=(0.9, 0.95), max_norm=clip)
-    if family in ("frozen", "moved", "local"):
-        options: dict[str, Any] = {"dense_steps": dense_steps}
-        for choice in choices:
-            key, _, value = choice.partition("=")
-            try:
-                options[key] = json.loads(value)
-            except json.JSONDecodeError:
-                options[key] = value
-        return model, Scape(
-            groups,
-            lr=lr,
-            density=density,
-            unsent=family,
-            max_norm=clip,
-            check_every=0,
-            **options,
-        )
-    if family == "powersgd":
-        ddp = DistributedDataParallel(model)
-        shapes = [p.shape for p in model.parameters()]
-        state = peers.powersgd(shapes, density=density, dense_steps=dense_steps)
-        ddp.register_comm_hook(state, powerSGD_hook)
-        return ddp, AdamS(groups, lr=lr)
-    classes = {"topk": peers.TopK, "demo": peers.DemoLike, "steps": peers.LocalSteps}
-    if family not in classes:
-        raise SystemExit(f"method {method} is unknown; see the families in {setup.__name__}()")
-    return model, classes[family](groups, lr=lr, density=density)
+    size = args.vocab_size
+    config = LlmConfig(model=args.network, vocab_size=size, sequence=args.sequence)
+    model = make(config, Vocabulary(folder=Path(), size=size, end=size - 1, end_text="", digest=""))
+    ids = torch.randint(size, (args.batch, args.sequence))
+    return model, lambda module: causal_loss(module(input_ids=ids, use_cache=False).logits, ids)
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One worker: collectives alone, computation alone, then whole steps of each method."""
+    """One worker: collectives alone, then for each method computation alone and whole steps."""
     import torch
     import torch.distributed as dist
-    from torch import nn
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -152,16 +163,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
         world_size=args.workers,
         timeout=timedelta(seconds=120),
     )
-    torch.manual_seed(0)
-    pairs = [(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(args.layers)]
-    model = nn.Sequential(*(module for pair in pairs for module in pair))
-    x = torch.randn(args.batch, args.width)
     rows: list[dict[str, Any]] = []
-
-    def backward() -> None:
-        model.zero_grad()
-        model(x).square().mean().backward()
-
     for size in SIZES:
         whole, out = torch.zeros(size // 4), torch.zeros(size // 4)
         part = torch.zeros(size // 4 // args.workers)
@@ -172,24 +174,41 @@ def work(rank: int, args: argparse.Namespace) -> None:
         for name, action in actions.items():
             seconds, sent = timed(action, args.steps)
             rows.append({"kind": name, "size": size, "seconds": seconds, "bytes": sent})
-    seconds, _ = timed(backward, args.steps)
-    rows.append({"kind": "compute", "seconds": seconds})
+    small, answers = torch.zeros(3), torch.zeros(3 * args.workers)
+    latency, _ = timed(lambda: dist.all_gather_single(answers, small), 4 * args.steps)
+    model, loss = network(args)
     state = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def backward() -> None:
+        model.zero_grad()
+        loss(model).backward()
+
     for method in args.methods:
         model.load_state_dict(state)
+        # Computation is measured beside every method, since the machine's speed may drift.
+        compute, _ = timed(backward, args.steps)
         module, optimizer = setup(method, model, lr=1e-3)
 
         def step(module: Any = module, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
-            module(x).square().mean().backward()
+            loss(module).backward()
             optimizer.step()
 
-        seconds, sent = timed(step, args.steps)
-        rows.append({"kind": method, "seconds": seconds, "bytes": sent})
+        seconds, sent = steady(step, args.steps)
+        rows.append({"kind": method, "seconds": seconds, "bytes": sent, "compute": compute})
+        del module, optimizer, step
     params = sum(p.numel() for p in model.parameters())
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     if rank == 0:
-        common = {"mbit": args.rate, "workers": args.workers, "params": params, "vectors": vectors}
+        common = {
+            "mbit": args.rate,
+            "network": args.network,
+            "batch": args.batch,
+            "workers": args.workers,
+            "params": params,
+            "vectors": vectors,
+            "latency": latency,
+        }
         print(json.dumps([{**common, **row} for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
@@ -197,15 +216,16 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 def measure(mbit: float, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one rate."""
+    passed = ("workers", "network", "width", "layers", "batch", "sequence", "vocab_size", "steps")
     with namespaces(args.workers, mbit) as names, tempfile.TemporaryDirectory() as folder:
         processes: list[subprocess.Popen[str]] = []
         for rank, name in enumerate(names):
             command = [sys.executable, __file__, "--rank", str(rank), "--rate", str(mbit)]
-            command += ["--store", f"{folder}/store", "--workers", str(args.workers)]
-            command += ["--width", str(args.width), "--layers", str(args.layers)]
-            command += ["--batch", str(args.batch), "--steps", str(args.steps)]
-            command += ["--methods", *args.methods]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            command += ["--store", f"{folder}/store", "--methods", *args.methods]
+            for option in passed:
+                command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+            interface = "eth0" if mbit else "lo"
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
             processes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", name, *command],
@@ -223,41 +243,60 @@ def measure(mbit: float, args: argparse.Namespace) -> list[dict[str, Any]]:
                     p.wait()
     if any(p.returncode for p in processes):
         raise SystemExit(f"a worker ended with {[p.returncode for p in processes]}")
-    return json.loads(outputs[0].splitlines()[-1])
+    rows = json.loads(outputs[0].splitlines()[-1])
+    if not mbit:
+        # All workers share the loopback interface, whose counter counts them together.
+        rows = [{**row, "bytes": row["bytes"] / args.workers} for row in rows]
+    return rows
+
+
+def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of rows about the same thing the last one."""
+    found = {
+        (r["network"], r["batch"], r["workers"], r["mbit"], r["kind"], r.get("size")): r
+        for r in rows
+    }
+    return list(found.values())
+
+
+def predicted(row: dict[str, Any]) -> float | None:
+    """Seconds that ``plan-comm`` says for a row's step, from the computation and the latency of
+    the same run; nothing for a method that it does not know."""
+    from planaria.optim.plan_comm import METHODS as PLANNED
+    from planaria.optim.plan_comm import Link, seconds
+
+    family, density, _ = parse(row["kind"])
+    name = "dense" if family in ("adams", "adamw") else family
+    if name not in PLANNED:
+        return None
+    what = {key: row[key] for key in ("params", "vectors", "workers", "compute")}
+    link = Link(mbit=row["mbit"] or LOOPBACK, latency=row["latency"])
+    return seconds(job(row["kind"], **what), link, name, density)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Measured and predicted step times as a Markdown table."""
-    from planaria.optim.plan_comm import METHODS as PLANNED
-    from planaria.optim.plan_comm import Job, Link, seconds
-
     lines = [
-        "| link, Mbit/s | method | step, ms | predicted, ms | off | sent, kB | faster | less sent |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| link, Mbit/s | method | computation, ms | step, ms | predicted, ms | off | sent, kB | "
+        "times as fast | times less sent |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for mbit in sorted({row["mbit"] for row in rows}):
-        mine = {row["kind"]: row for row in rows if row["mbit"] == mbit}
-        compute, base = mine["compute"]["seconds"], mine.get("adams")
-        for kind in (k for k in mine if k not in ("exchange", "gather", "compute")):
-            row = mine[kind]
-            method, _, density = kind.partition("-")
-            job = Job(
-                params=row["params"],
-                workers=row["workers"],
-                compute=compute,
-                dense_params=row["vectors"],
-            )
-            name = "dense" if method in ("adams", "adamw") else method
-            guess = float("nan")
-            if name in PLANNED:
-                guess = seconds(job, Link(mbit=mbit or 20000.0), name, float(density or 1))
-            gain = f"{base['seconds'] / row['seconds']:.2f}" if base else "–"
-            less = f"{base['bytes'] / row['bytes']:.1f}" if base else "–"
-            lines.append(
-                f"| {mbit:g} | {kind} | {row['seconds'] * 1e3:.1f} | {guess * 1e3:.1f} | "
-                f"{guess / row['seconds'] - 1:+.0%} | {row['bytes'] / 1e3:.1f} | {gain} | {less} |"
-            )
-        lines.append(f"| {mbit:g} | (computation) | {compute * 1e3:.1f} | | | | | |")
+    steps = [row for row in rows if row["kind"] not in ("exchange", "gather")]
+    for row in sorted(steps, key=lambda row: row["mbit"] or math.inf):
+        base = next((r for r in steps if (r["mbit"], r["kind"]) == (row["mbit"], "adams")), row)
+        guess = predicted(row)
+        cells = [
+            f"{row['mbit']:g}" if row["mbit"] else "loopback",
+            row["kind"].replace("/", ", "),
+            f"{row['compute'] * 1e3:.1f}",
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{guess * 1e3:.1f}" if guess else "–",
+            f"{guess / row['seconds'] - 1:+.0%}" if guess else "–",
+            f"{row['bytes'] / 1e3:.1f}",
+            f"{base['seconds'] / row['seconds']:.2f}",
+            f"{base['bytes'] / row['bytes']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -277,37 +316,42 @@ def collectives(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+def page(rows: list[dict[str, Any]]) -> list[str]:
     """The results as a Markdown page."""
-    model = f"{args.layers} layers of {args.width} x {args.width}, batch {args.batch} a worker"
-    return [
+    lines = [
         "# Steps over slow links",
         "",
-        f"{rows[0]['workers']} gloo workers, each in its own network namespace behind a token "
-        f"bucket (128 kB burst) in both directions; {model} ({rows[0]['params']:,} float32 "
-        f"weights). Medians of {args.steps} steps; bytes from the interface's counter of one "
-        "worker, frame headers and acknowledgements included. `benchmarks/links.py` makes it.",
-        "",
-        *table(rows),
-        "",
-        "## Single collectives",
-        "",
-        *collectives(rows),
+        f"{rows[0]['workers']} gloo workers on two cores, each in its own network namespace behind "
+        "a token bucket (128 kB burst) in both directions; loopback is one namespace without a "
+        "limit. Medians of steps that follow each other; bytes from the interface's counter, "
+        "headers and acknowledgements included. What is predicted is what `planaria plan-comm` "
+        "says from the computation and the time of an empty collective in the same run. "
+        "`benchmarks/links.py` makes this page.",
     ]
+    for name, batch in dict.fromkeys((row["network"], row["batch"]) for row in rows):
+        mine = [row for row in rows if (row["network"], row["batch"]) == (name, batch)]
+        what = f"{name}, batch {batch} a worker, {mine[0]['params']:,} float32 weights"
+        lines += ["", f"## {what}", "", *table(mine)]
+    plain = [row for row in rows if row["network"] == "mlp"]
+    return [*lines, "", "## Single collectives", "", *collectives(plain)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps over slow links in network namespaces.")
-    parser.add_argument("--mbit", type=float, nargs="+", default=[50, 100, 500, 1000])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[50, 100, 500, 1000, 0])
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--network", default="mlp", help="mlp, or a model of the recipe")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--limit", type=float, default=300, help="seconds for one rate")
-    parser.add_argument("--raw", type=Path, help="JSON lines of every row, appended")
-    parser.add_argument("--out", type=Path, help="Markdown page of the results")
+    parser.add_argument("--raw", type=Path, default=Path("docs/results/raw/links.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/links.md"))
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -315,18 +359,16 @@ def main() -> None:
     if args.rank is not None:
         work(args.rank, args)
         return
-    if os.geteuid() != 0:
+    if not args.table and os.geteuid() != 0:
         raise SystemExit("network namespaces need root; run as root or under sudo")
-    rows: list[dict[str, Any]] = []
-    for mbit in args.mbit:
-        rows += measure(mbit, args)
-    if args.raw:
+    args.raw.parent.mkdir(parents=True, exist_ok=True)
+    for mbit in () if args.table else args.mbit:
+        rows = measure(mbit, args)
         with args.raw.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-    text = "\n".join(page(rows, args)) + "\n"
+    text = "\n".join(page(newest([json.loads(x) for x in args.raw.read_text().splitlines()])))
     print(text)
-    if args.out:
-        args.out.write_text(text)
+    args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planaria.optim import wire
 from planaria.optim.adams import update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over, write
 from planaria.optim.collectives import Pending, checksum, mean_rows
@@ -50,7 +51,6 @@ class Drift:
         wide = layout.sparse_width if options.sparse else 0
         self.anchor = torch.zeros(layout.world * wide, dtype=like.dtype, device=like.device)
         self.velocity = torch.zeros(wide, dtype=like.dtype, device=like.device)
-        self.wire = torch.bfloat16 if options.wire == "bfloat16" else like.dtype
         self.pull()
 
     def whole(self, flat_NW: Tensor) -> list[Tensor]:
@@ -241,25 +241,38 @@ class Drift:
         chosen = self.parts(phase)
         anchors = [c.take(rows) for c, rows in zip(chosen, self.whole(self.anchor), strict=False)]
         moved = [anchor - self._weights(b, chosen[b]) for b, anchor in enumerate(anchors)]
-        sent = list(moved)
+        kinds = [moved]
         if self.options.average_moments:
-            sent += [c.take(rows) for c, rows in zip(chosen, self.whole(self.m), strict=False)]
-        values_NK = torch.cat(sent, dim=1).to(self.wire)
-        received_NK = torch.empty_like(values_NK)
-        self.workers.exchange(received_NK, values_NK).wait()
-        mean_K = mean_rows(received_NK.to(self.m.dtype))
-        count = sum(rows.shape[1] for rows in moved)
-        mean_K[:count] = self._outer(mean_K[:count], chosen)
-        self.workers.gather(values_NK, mean_K.to(self.wire)).wait()
-        found = values_NK.to(self.m.dtype).split([rows.shape[1] for rows in sent], dim=1)
-        moments = self.whole(self.m)
-        for b, anchor in enumerate(anchors):
+            held = zip(chosen, self.whole(self.m), strict=False)
+            kinds.append([c.take(rows) for c, rows in held])
+        sent_NB = self._encode([torch.cat(kind, dim=1) for kind in kinds])
+        received_NB = torch.empty_like(sent_NB)
+        self.workers.exchange(received_NB, sent_NB).wait()
+        widths = [rows.shape[1] for rows in moved]
+        means = [mean_rows(rows) for rows in self._decode(received_NB, sum(widths))]
+        means[0] = self._outer(means[0], chosen)
+        back_B = self._encode([mean_K.unsqueeze(0) for mean_K in means]).view(-1)
+        self.workers.gather(sent_NB, back_B).wait()
+        steps_NK, *moments_NK = self._decode(sent_NB, sum(widths))
+        for b, (anchor, step) in enumerate(zip(anchors, steps_NK.split(widths, 1), strict=True)):
             # Every worker subtracts the same rounded step from the same anchor.
-            anchor.sub_(found[b])
+            anchor.sub_(step)
             chosen[b].put(self.whole(self.anchor)[b], anchor)
             self._set_weights(b, chosen[b], anchor)
-            if self.options.average_moments:
-                chosen[b].put(moments[b], found[len(moved) + b])
+        for mean_NK in moments_NK:
+            for b, mean in enumerate(mean_NK.split(widths, 1)):
+                chosen[b].put(self.whole(self.m)[b], mean)
+
+    def _encode(self, kinds_NK: Sequence[Tensor]) -> Tensor:
+        """Movements, and moments if they travel, as one buffer; each kind has its own scales."""
+        return torch.cat([wire.encode(rows, self.options.wire) for rows in kinds_NK], dim=1)
+
+    def _decode(self, sent_NB: Tensor, count: int) -> list[Tensor]:
+        kinds = 2 if self.options.average_moments else 1
+        return [
+            wire.decode(part, count, self.options.wire, dtype=self.m.dtype)
+            for part in sent_NB.chunk(kinds, dim=1)
+        ]
 
     def _outer(self, delta_K: Tensor, chosen: Sequence[Comb]) -> Tensor:
         """The owner's Nesterov step; returns what every worker subtracts from its anchor."""

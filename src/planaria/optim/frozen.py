@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planaria.optim import masks
+from planaria.optim import masks, wire
 from planaria.optim.adams import second_moment, update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over
 from planaria.optim.collectives import checksum, mean_rows
@@ -81,6 +81,10 @@ class Frozen:
         self.a_NV = torch.zeros(owners, self.wide, dtype=like.dtype, device=like.device)
         # A step's number, exact below 2^24 also in float32, which the scores are made in.
         self.since = torch.zeros(self.wide, dtype=like.dtype, device=like.device)
+        # Where weights are rounded too, a sum of rounded movements would drift from its master.
+        self.coded = options.sparse and options.wire != "float32" and self.master is None
+        self.left = torch.zeros(self.wide if self.coded else 0, dtype=like.dtype)
+        self.left = self.left.to(like.device)
         self.chosen = torch.zeros(self.count, dtype=torch.int32, device=like.device)
         self.code = (
             masks.code_name(options.density) if options.mask_code == "auto" else options.mask_code
@@ -104,6 +108,8 @@ class Frozen:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be restored, live."""
         named = {"moment": self.m, "first": self.a_NV, "since": self.since, "chosen": self.chosen}
+        if self.coded:
+            named["left"] = self.left
         return named if self.master is None else {**named, "master": self.master}
 
     def loaded(self) -> None:
@@ -210,11 +216,17 @@ class Frozen:
         addresses = mask.addresses(self.wide)
         flat = self.a_NV.view(-1)
         values_NK = flat.index_select(0, addresses).view(mask.columns.shape)
-        received_NK = values_NK if self.workers.size == 1 else torch.empty_like(values_NK)
-        self.workers.exchange(received_NK, values_NK).wait()
-        z_K = mean_rows(received_NK)
+        sent_NB = wire.encode(values_NK, self.options.wire)
+        received_NB = torch.empty_like(sent_NB)
+        self.workers.exchange(received_NB, sent_NB).wait()
+        z_K = mean_rows(self._decode(received_NB, self.count))
         if self.options.after_send == "clear" or self.options.buffer == "feedback":
-            flat.index_fill_(0, addresses, 0.0)
+            if self.options.wire == "float32":
+                flat.index_fill_(0, addresses, 0.0)
+            else:
+                # What rounding left out stays with its worker and is sent the next time.
+                rest_NK = values_NK - self._decode(sent_NB, self.count)
+                flat.index_copy_(0, addresses, rest_NK.view(-1))
         own_K = mask.columns[self.workers.rank]
         if self.options.decay == "all" and self.options.unsent == "frozen":
             self._decay_everywhere()
@@ -318,23 +330,61 @@ class Frozen:
         own_K = self._mask.columns[self.workers.rank]
         if moved_V is not None:
             moved_V[own_K] = new_K
+            if self.coded:
+                self._return_all_movements(dense, moved_V)
+                return
             if self.master is not None:
                 self.master[: self.wide] = moved_V
             self.buckets.publish(dict(enumerate(self.own(moved_V)[: layout.sparse])))
             self._publish(dense)
             return
-        dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
-        wire = dtypes.pop() if len(dtypes) == 1 else self.m.dtype
-        sent_K = new_K.to(wire)
-        all_NK = sent_K.new_empty(layout.world, self.count)
-        work = self.workers.gather(all_NK, sent_K)
+        if self.coded:
+            sent = self._code(new_K - self._weights_at(self._mask), own_K)
+        else:
+            dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
+            sent = new_K.to(dtypes.pop() if len(dtypes) == 1 else self.m.dtype)
+        found = sent.new_empty(layout.world, sent.numel())
+        work = self.workers.gather(found, sent)
         self._publish(dense)
         work.wait()
+        found_NK = self._decode(found, self.count) if self.coded else found
         for owner in range(layout.world):
             for place in self._mask.places(owner, layout):
                 target = self.buckets.weight(place.slot.index).view(-1)
-                values = all_NK[owner, place.low : place.high].to(target.dtype)
-                target.index_copy_(0, place.elements, values)
+                values = found_NK[owner, place.low : place.high].to(target.dtype)
+                if self.coded:
+                    target.index_add_(0, place.elements, values)
+                else:
+                    target.index_copy_(0, place.elements, values)
+
+    def _return_all_movements(self, dense: Sequence[int], moved_V: Tensor) -> None:
+        """Gathers how far all sparse weights moved and adds it to the parameters."""
+        rows = [self.buckets.row(b) for b in range(self.layout.sparse)]
+        sent_B = self._code(moved_V - torch.cat(rows), slice(None))
+        found_NB = sent_B.new_empty(self.layout.world, sent_B.numel())
+        work = self.workers.gather(found_NB, sent_B)
+        self._publish(dense)
+        work.wait()
+        found_NV = self._decode(found_NB, self.wide)
+        for bucket in self.layout.buckets[: self.layout.sparse]:
+            columns = found_NV[:, bucket.begin : bucket.end]
+            for slot in bucket.slots:
+                flat = self.buckets.weight(slot.index).view(-1)
+                for held, movement in pieces(flat, columns, slot):
+                    held.add_(movement)
+
+    def _code(self, movement: Tensor, which: Tensor | slice) -> Tensor:
+        """How far these columns of the owner moved, as it travels.
+
+        What rounding leaves out is added to their next movement.
+        """
+        whole = movement + self.left[which]
+        sent = wire.encode(whole.unsqueeze(0), self.options.wire)
+        self.left[which] = whole - self._decode(sent, whole.numel())[0]
+        return sent.view(-1)
+
+    def _decode(self, sent_NB: Tensor, count: int) -> Tensor:
+        return wire.decode(sent_NB, count, self.options.wire, dtype=self.m.dtype)
 
     def _score(self, step: int, row_V: Tensor | None) -> Score:
         """What the mask of a step takes the largest of."""

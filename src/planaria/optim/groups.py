@@ -12,12 +12,13 @@ def param_groups(
     *,
     weight_decay: float = 0.1,
     decay_vectors: bool = False,
-    dense_embeddings: bool = True,
+    dense_embeddings: bool = False,
 ) -> list[dict[str, Any]]:
     """Groups for any optimizer of this package, at most three, none of them empty.
 
     Weights of ``nn.Embedding`` (and layers tied to them) are marked ``"dense": True`` if
-    ``dense_embeddings``: :class:`planaria.optim.Scape` then always sends them whole. Parameters of
+    ``dense_embeddings``: :class:`planaria.optim.Scape` then always sends them whole. They are 4 to
+    40 % of a language model, so a density of 1 % then means 5 to 41 % of the bytes. Parameters of
     at most one dimension do not decay unless ``decay_vectors``. Parameters with
     ``requires_grad=False`` are left out.
     """

@@ -8,6 +8,7 @@ from planaria.optim import checks
 
 FAMILIES = ("frozen", "moved", "local")
 STATISTICS = ("momentum", "aged", "gradient", "cycle")
+WIRES = ("float32", "bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ScapeOptions:
     """What the mask takes the largest of: the owner's own buffer, the buffer times the root of the
     steps since it was sent ("aged", compared by squares), the owner's own gradient, or nothing: a
     fixed cycle."""
-    after_send: str = "clear"
+    after_send: str = "keep"
     """Whether a sent first moment is kept or cleared on the workers. Subtracting what was sent is
     the same as clearing, since each worker sends its own value."""
     decay: str = "moved"
@@ -55,9 +56,10 @@ class ScapeOptions:
     5 % on, else 1: on a toy 16 lost nothing at 10 % and .3 % of the loss at 1 %."""
     average_moments: bool = True
     """Whether the local family averages the first moments together with the weights."""
-    wire: str = "bfloat16"
-    """Dtype in which the local family sends what weights moved since their last averaging, and
-    moments: "bfloat16" or "float32". A movement needs fewer digits than a weight."""
+    wire: str = "int8"
+    """How first moments and movements travel: "float32", "bfloat16", or whole numbers with a scale
+    for each 256 of them, "int8" and "int4". A movement needs fewer digits than a weight; with
+    "float32" the frozen family sends the weights themselves."""
     outer_rate: float = 1.0
     """Rate of the outer Nesterov step of the local family."""
     outer_momentum: float = 0.3
@@ -76,7 +78,7 @@ class ScapeOptions:
         checks.choice("decay", self.decay, ("moved", "lazy", "all"))
         checks.choice("k_scope", self.k_scope, ("shard", "bucket", "tensor"))
         checks.choice("mask_code", self.mask_code, ("auto", "bitmap", "index"))
-        checks.choice("wire", self.wire, ("bfloat16", "float32"))
+        checks.choice("wire", self.wire, WIRES)
         checks.choice("cycle", self.cycle, ("scattered", "contiguous"))
         checks.number("refresh", self.refresh, low=1)
         if self.cycle_run is not None:

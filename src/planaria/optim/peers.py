@@ -2,7 +2,8 @@
 
 Each keeps all of its state in tensors made at construction, restores it in place and treats a
 missing gradient as zero. All of them move the weights by AdamS, except the DeMo-like one, whose
-rule is part of the method.
+rule is part of the method. Each may begin with dense steps, as SCAPE does, so that they are compared
+at equal bytes.
 
 Shapes: N workers, P weights in all, K chosen ones, C chunks of length L.
 """
@@ -29,10 +30,13 @@ from planaria.optim.collectives import Workers, mean_rows
 class FlatOptimizer(Optimizer):
     """Abstract: a replicated or drifting optimizer that works on one flat vector of all weights.
 
-    A subclass makes its state in ``make_state`` and moves ``w`` [P] in ``move``.
+    A subclass makes its state in ``make_state`` and moves ``w`` [P] in ``move``, and in
+    ``dense_move`` during the first ``dense_steps`` steps.
     """
 
     shard_local_state = True
+    m: Tensor
+    """First moment [P] where the method is AdamS."""
 
     def __init__(
         self,
@@ -44,8 +48,10 @@ class FlatOptimizer(Optimizer):
         betas: tuple[float, float] = DEFAULT_BETAS,
         eps: float = DEFAULT_EPS,
         weight_decay: float = DEFAULT_DECAY,
+        dense_steps: int = 0,
     ) -> None:
         self.density = checks.density(density)
+        self.dense_steps = int(checks.number("dense_steps", dense_steps, low=0))
         defaults = {"lr": lr, "betas": checks.betas(betas), "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
         for own in self.param_groups:
@@ -75,6 +81,10 @@ class FlatOptimizer(Optimizer):
     def move(self, step: int) -> None:
         """One step on ``w`` from this worker's gradients ``g``; collective."""
         raise TypeError(f"{type(self).__name__} is abstract; build one of its subclasses")
+
+    def dense_move(self) -> None:
+        """One step of dense AdamS; collective."""
+        self.adams(self.all_mean(self.g), self.m)
 
     def segments(self) -> list[tuple[int, int, dict[str, Any]]]:
         """First element, last plus one and options of every parameter."""
@@ -114,7 +124,10 @@ class FlatOptimizer(Optimizer):
                 f"a gradient is NaN or infinite on worker {finite.index(0.0)}; nothing was changed: "
                 "lower the learning rate"
             )
-        self.move(int(self.count))
+        if int(self.count) < self.dense_steps:
+            self.dense_move()
+        else:
+            self.move(int(self.count))
         self.count.add_(1)
         for param, part in zip(self._params, self.w.split(self.sizes), strict=True):
             param.detach().copy_(part.view(param.shape))
@@ -226,7 +239,18 @@ class DemoLike(FlatOptimizer):
         total = torch.zeros_like(own)
         for worker in range(self.workers.size):
             total.scatter_add_(1, all_places[worker].to(torch.int64), all_values[worker])
-        signs = (total @ self.basis).view(-1)[: self.w.numel()].sign_()
+        self._signed_step((total @ self.basis).view(-1)[: self.w.numel()])
+
+    def dense_move(self) -> None:
+        """All coefficients are sent: the step is the sign of the mean momentum."""
+        flat = self.m.view(-1)
+        flat.mul_(self.DECAY)
+        flat[: self.g.numel()] += self.g
+        self._signed_step(self.all_mean(flat[: self.g.numel()]))
+        flat.zero_()
+
+    def _signed_step(self, direction_P: Tensor) -> None:
+        signs = direction_P.sign()
         for begin, end, options in self.segments():
             rate = float(options["lr"])
             self.w[begin:end].mul_(1 - rate * options["weight_decay"])
@@ -261,10 +285,10 @@ class LocalSteps(FlatOptimizer):
 
     def move(self, step: int) -> None:
         """A step alone; at the end of a period the averaging."""
-        if step == 0:
+        if step == self.dense_steps:
             self.anchor.copy_(self.w)
         self.adams(self.g, self.m)
-        if (step + 1) % self.period:
+        if (step - self.dense_steps + 1) % self.period:
             return
         delta = self.anchor - self.all_mean(self.w)
         self.velocity.mul_(self.outer_momentum).add_(delta)

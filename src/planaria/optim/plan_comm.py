@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 
 from planaria.errors import ConfigError
 
-METHODS = ("dense", "frozen", "local")
+METHODS = ("dense", "frozen", "moved", "local")
 
 CHUNK = 1 << 12
 """Columns that a 12-bit index distinguishes; as in ``planaria.optim.masks``."""
+
+VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}
+"""Bytes of a value that travels coded, its share of a block's scale included; as in
+``planaria.optim.wire``."""
 
 
 def _positive(name: str, value: float, *, zero: bool = False) -> None:
@@ -71,9 +75,15 @@ class Job:
     dense_params: int = 0
     """Weights among them that are always sent whole (norms, biases, embeddings)."""
     gradient_bytes: int = 4
-    """Bytes of a gradient or a first moment on the wire."""
+    """Bytes of a gradient on the wire."""
     weight_bytes: int = 4
     """Bytes of a weight on the wire: 4 for float32, 2 for bfloat16."""
+    wire: str = "int8"
+    """How movements and moments travel in sparse steps."""
+    average_moments: bool = True
+    """Whether the local family sends moments, too."""
+    masked: bool = True
+    """Whether masks travel in the frozen and moved families; a cycle is known beforehand."""
     bucket_bytes: int = 8 << 20
     """Size of the buckets in which dense gradients leave during backward."""
     dense_arithmetic: float = 4e-3
@@ -86,6 +96,8 @@ class Job:
             _positive(name, getattr(self, name))
         for name in ("compute", "dense_params", "dense_arithmetic", "sparse_arithmetic"):
             _positive(name, getattr(self, name), zero=True)
+        if self.wire not in VALUE_BYTES:
+            raise ConfigError(f"wire is {self.wire!r}; choose one of {', '.join(VALUE_BYTES)}")
         if self.dense_params > self.params:
             raise ConfigError(
                 f"dense_params is {self.dense_params} and the model has {self.params} weights; "
@@ -130,18 +142,18 @@ def volume(job: Job, method: str, density: float) -> Volume:
         return Volume(
             exchange=whole * job.gradient_bytes, gather=whole * job.weight_bytes, buckets=buckets
         )
-    dense, sparse = job.dense_params * away, (job.params - job.dense_params) * away
-    out, back = job.gradient_bytes, job.weight_bytes
+    dense, sparse = job.dense_params * away, density * (job.params - job.dense_params) * away
+    out, back, coded = job.gradient_bytes, job.weight_bytes, VALUE_BYTES[job.wire]
     if method == "local":
-        # Movements and first moments go both ways, as bfloat16; mean gradients of dense ones come
-        # back.
-        both = density * sparse * 2 * 2
+        # Movements, and moments, go both ways; mean gradients of dense ones come back.
+        both = sparse * coded * (2 if job.average_moments else 1)
         return Volume(exchange=both + dense * out, gather=both + dense * out)
     columns = math.ceil((job.params - job.dense_params) / job.workers)
-    mask = mask_bytes(columns, math.ceil(density * columns)) * (job.workers - 1)
+    mask = mask_bytes(columns, math.ceil(density * columns)) * (job.workers - 1) * job.masked
     return Volume(
-        exchange=density * sparse * out + dense * out,
-        gather=density * sparse * back + dense * back,
+        exchange=sparse * coded + dense * out,
+        gather=(sparse / density if method == "moved" else sparse) * min(coded, back)
+        + dense * back,
         mask=mask,
     )
 

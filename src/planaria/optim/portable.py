@@ -98,6 +98,8 @@ def _columns(optimizer: Owner, *, mean: bool) -> Columns:
     else:
         full = _replicated(family)
         flats = {"moment": family.own(family.m), "since": family.own(family.since)}
+        if family.coded:
+            flats["left"] = family.own(family.left)
         if family.master is not None:
             flats["master"] = family.own(family.master)
     for name, rows in full.items():

@@ -168,9 +168,9 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     with pytest.raises(StateError) as caught:
         Scape(layer(), unsent="local").load_state_dict(saved)
     assert str(caught.value) == (
-        "the saved state holds ['chosen', 'count', 'first', 'layout', 'moment', 'since'] and "
-        "Scape(unsent='local') needs ['anchor', 'count', 'layout', 'moment', 'velocity']; load a "
-        "state that Scape made with the same options"
+        "the saved state holds ['chosen', 'count', 'first', 'layout', 'left', 'moment', 'since'] "
+        "and Scape(unsent='local') needs ['anchor', 'count', 'layout', 'moment', 'velocity']; load "
+        "a state that Scape made with the same options"
     )
     turned = Scape([nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2))])
     with pytest.raises(StateError) as caught:

@@ -87,7 +87,9 @@ def test_density_one_is_dense_adams_bit_for_bit(world: int) -> None:
 
 def forced_worker(rank: int, world: int) -> list[torch.Tensor]:
     params = parameters()
-    optimizer = Scape(params, lr=1e-2, density=1.0, force_sparse=True, dense_ndim=-1)
+    optimizer = Scape(
+        params, lr=1e-2, density=1.0, force_sparse=True, dense_ndim=-1, wire="float32"
+    )
     return train(optimizer, params, rank, range(200))
 
 
@@ -138,12 +140,18 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"step_scale": 0.0, "clamp_after": 1_000_000, "aged": False, "clear": False},
     ),
-    "keep": ({"after_send": "keep"}, {"clear": False}),
+    "clear": ({"after_send": "clear"}, {"clear": True}),
     "feedback": ({"buffer": "feedback"}, {"feedback": True}),
     "lazy": ({"statistic": "momentum", "decay": "lazy"}, {"aged": False, "decay": "lazy"}),
     "decay_all": ({"decay": "all", "step_scale": 0.5}, {"decay": "all", "step_scale": 0.5}),
     "moved": ({"unsent": "moved"}, {"moved": True}),
     "bitmap": ({"mask_code": "bitmap"}, {}),
+    "half": ({"wire": "bfloat16"}, {"half_wire": True}),
+    "half_feedback": (
+        {"wire": "bfloat16", "buffer": "feedback", "decay": "all"},
+        {"half_wire": True, "feedback": True, "decay": "all"},
+    ),
+    "half_moved": ({"wire": "bfloat16", "unsent": "moved"}, {"half_wire": True, "moved": True}),
 }
 
 
@@ -151,9 +159,8 @@ def frozen_worker(rank: int, world: int, names: list[str], steps: int) -> dict[s
     found = {}
     for name in names:
         params = parameters()
-        optimizer = Scape(
-            params, lr=1e-2, density=0.1, dense_steps=10, bucket_bytes=600, **RULES[name][0]
-        )
+        choices = {"density": 0.1, "dense_steps": 10, "wire": "float32", **RULES[name][0]}
+        optimizer = Scape(params, lr=1e-2, bucket_bytes=600, **choices)
         spans = [range(s, s + 50) for s in range(0, steps, 50)]
         weights = [flat(train(optimizer, params, rank, span)) for span in spans]
         family: Any = optimizer.family
@@ -169,7 +176,7 @@ def compare_frozen(world: int, names: list[str], steps: int) -> None:
         dense = torch.zeros(len(flat(parameters())), dtype=torch.bool)
         for part in coordinates(layout, dense=True):
             dense[part] = True
-        rule = ref.Rule(lr=1e-2, **RULES[name][1])
+        rule = ref.Rule(lr=1e-2, **{"half_wire": False, **RULES[name][1]})
         slow = ref.Frozen(flat(parameters()), coordinates(layout), dense, count, rule)
         expected = []
         for step in range(steps):
@@ -196,7 +203,8 @@ def test_every_choice_of_the_frozen_family_equals_the_reference() -> None:
 
 def local_worker(rank: int, world: int, choices: dict[str, Any], steps: int) -> Any:
     params = parameters()
-    optimizer = Scape(params, lr=1e-2, density=0.1, dense_steps=10, unsent="local", **choices)
+    options = {"density": 0.1, "dense_steps": 10, "wire": "bfloat16", **choices}
+    optimizer = Scape(params, lr=1e-2, unsent="local", **options)
     weights = flat(train(optimizer, params, rank, range(steps)))
     with optimizer.mean_model():
         mean = flat(params)

@@ -17,6 +17,7 @@ from planaria.optim import masks, param_groups
 from planaria.optim.collectives import checksum
 from planaria.optim.commands import PlanComm
 from planaria.optim.layout import Comb, build, local_shape, pack, parts, unpack
+from planaria.optim.options import ScapeOptions
 from planaria.optim.plan_comm import CHUNK, Job, Link, advice, mask_bytes, plan, seconds, volume
 
 SHAPES = st.lists(
@@ -184,18 +185,18 @@ def test_param_groups_tell_embeddings_and_vectors() -> None:
             self.inner.bias.requires_grad_(False)
 
     model = Model()
-    groups = param_groups(model, weight_decay=0.2)
+    groups = param_groups(model, weight_decay=0.2, dense_embeddings=True)
     found = {(g["weight_decay"], g["dense"]): g["params"] for g in groups}
     assert found.keys() == {(0.2, True), (0.0, False), (0.2, False)}
     assert [p is model.table.weight for p in found[0.2, True]] == [True]
     assert [p is model.inner.weight for p in found[0.2, False]] == [True]
     assert len(found[0.0, False]) == 2
-    flat = param_groups(model, decay_vectors=True, dense_embeddings=False)
+    flat = param_groups(model, decay_vectors=True)
     assert [(g["weight_decay"], g["dense"], len(g["params"])) for g in flat] == [(0.1, False, 4)]
 
 
 def test_volumes_by_hand() -> None:
-    job = Job(params=1_000_000, workers=4, dense_params=0)
+    job = Job(params=1_000_000, workers=4, dense_params=0, wire="float32")
     dense = volume(job, "dense", 1.0)
     assert (dense.exchange, dense.gather, dense.mask) == (3e6, 3e6, 0)
     frozen = volume(job, "frozen", 0.01)
@@ -203,9 +204,17 @@ def test_volumes_by_hand() -> None:
     # 250,000 columns: 62 chunks of two bytes and 1,250 pairs of three, to three others.
     assert frozen.mask == 3 * (2 * 62 + 3 * 1250)
     assert dense.total / frozen.total > 60
+    coded = Job(params=1_000_000, workers=4, wire="int8")
+    # A byte for each value, and four for each 256 of them.
+    assert volume(coded, "frozen", 0.01).exchange == 7.5e3 + 4 * 7.5e3 / 256
+    assert volume(coded, "moved", 0.01).gather == 7.5e5 + 4 * 7.5e5 / 256
+    known = Job(params=1_000_000, workers=4, masked=False)
+    assert volume(known, "frozen", 0.01).mask == 0
+    assert Job.wire == ScapeOptions.wire
+    assert Job.average_moments == ScapeOptions.average_moments
     assert dense.total / volume(job, "frozen", 0.1).total > 8
-    assert dense.total / volume(job, "local", 0.1).total > 8
-    assert dense.total / volume(job, "local", 0.01).total > 60
+    assert dense.total / volume(coded, "local", 0.1).total > 8
+    assert dense.total / volume(coded, "local", 0.01).total > 60
 
 
 def test_a_slow_link_pays_and_a_fast_one_does_not() -> None:
@@ -246,7 +255,7 @@ def test_a_slow_link_pays_and_a_fast_one_does_not() -> None:
         ),
         (
             lambda: volume(Job(params=5, workers=2), "lost", 0.5),
-            "method is 'lost'; choose one of dense, frozen, local",
+            "method is 'lost'; choose one of dense, frozen, moved, local",
         ),
     ],
 )
