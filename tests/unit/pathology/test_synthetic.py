@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from planaria.errors import ConfigError
 from planaria.pathology.synthetic.node import NodeConfig, node_slide, patch, tumour_mask
 from planaria.pathology.synthetic.paint import blobs, draw_stain, ink
-from planaria.pathology.synthetic.prostate import PAIRS, BiopsyConfig, biopsy, isup_of
+from planaria.pathology.synthetic.prostate import PAIRS, BiopsyConfig, biopsy, facts, isup_of
+from planaria.pathology.synthetic.tree import write_tree
 
 
 def test_the_same_arguments_give_the_same_pixels() -> None:
@@ -49,6 +52,21 @@ def test_laboratories_differ_in_colour_and_slides_are_named() -> None:
     assert gap.max() > 10
 
 
+def test_slides_come_from_the_laboratories_asked_for() -> None:
+    config = NodeConfig(laboratories="B", patches_per_slide=2)
+    assert {patch(index, config=config).laboratory for index in range(8)} == {"B"}
+    core = BiopsyConfig(width=256, height=128, pen=0.0, laboratories="BBA")
+    found = [biopsy(index, config=core).laboratory for index in (0, 6, 12, 18)]
+    assert found == ["B", "B", "A", "B"]
+
+
+def test_tumour_keeps_its_distance_from_a_negative_centre() -> None:
+    config = NodeConfig(around=1.0, apart=14.0)
+    masks = [tumour_mask(0, config=config, rng=np.random.default_rng(s)) for s in range(20)]
+    assert not any(mask[18:78, 18:78].any() for mask in masks)
+    assert all(mask.any() for mask in masks)
+
+
 def test_grades_follow_from_the_regions() -> None:
     for index in range(12):
         found = biopsy(index, seed=2, config=BiopsyConfig(width=640, height=256, pen=0.0))
@@ -62,6 +80,26 @@ def test_grades_follow_from_the_regions() -> None:
         assert counts[primary] > 0
         assert set(np.unique(found.mask)) <= {0, 1, 2, primary, secondary}
         assert "synthetic" in found.name
+
+
+def test_a_tree_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
+    config = BiopsyConfig(width=256, height=128)
+    for index in range(8):
+        known, found = facts(index, seed=3, config=config), biopsy(index, seed=3, config=config)
+        assert (known.name, known.isup, known.gleason, known.laboratory) == (
+            found.name,
+            found.isup,
+            found.gleason,
+            found.laboratory,
+        )
+    write_tree(tmp_path / "a", count=3, seed=3, config=config)
+    first = sorted((tmp_path / "a" / "train_images").iterdir())
+    before = [path.stat().st_mtime_ns for path in first]
+    write_tree(tmp_path / "a", count=4, seed=3, config=config)
+    assert [path.stat().st_mtime_ns for path in first] == before
+    whole = write_tree(tmp_path / "b", count=4, seed=3, config=config)
+    assert (tmp_path / "a" / "train.csv").read_text() == (whole / "train.csv").read_text()
+    assert len(list((tmp_path / "a" / "train_label_masks").iterdir())) == 4
 
 
 def test_every_pair_has_a_grade() -> None:
@@ -101,5 +139,11 @@ def test_errors() -> None:
         ink(np.zeros((8, 8, 3), np.uint8), colour="pink", width_px=2, rng=rng)
     with pytest.raises(ConfigError, match="likeness is 2; 0 to 1"):
         NodeConfig(likeness=2)
+    with pytest.raises(ConfigError, match="laboratories is 'AC'; it is made of the letters A, B"):
+        NodeConfig(laboratories="AC")
+    with pytest.raises(ConfigError, match="laboratories is ''; it is made of the letters A, B"):
+        BiopsyConfig(laboratories="")
+    with pytest.raises(ConfigError, match=r"apart is -1.0; 0 or more µm"):
+        NodeConfig(apart=-1.0)
     with pytest.raises(ConfigError, match="a biopsy of 64x512 px; at least 128x128"):
         BiopsyConfig(width=64)

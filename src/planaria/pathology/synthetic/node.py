@@ -18,6 +18,7 @@ from planaria.pathology.synthetic.paint import (
     Canvas,
     Stain,
     blobs,
+    check_laboratories,
     draw_stain,
     inside,
     scatter,
@@ -45,8 +46,13 @@ class NodeConfig:
     whole cell, so that no method reaches an AUC of 1."""
     around: float = 0.5
     """Chance that tumour stands outside the centre, in both classes."""
+    apart: float = 6.0
+    """µm that tumour around the centre keeps from it: a cell's width, so that no tumour cell reaches
+    into the centre of a negative patch."""
     patches_per_slide: int = 64
     """Patches that share a slide's stain and tumour."""
+    laboratories: str = "AB"
+    """Slides come from these in turn."""
 
     def __post_init__(self) -> None:
         if self.px < CENTRE + 16 or not self.mpp > 0:
@@ -60,6 +66,13 @@ class NodeConfig:
             raise ConfigError(f"focus is {self.focus}; two rising radii above 0 µm")
         if self.patches_per_slide < 1:
             raise ConfigError(f"patches_per_slide is {self.patches_per_slide}; at least 1")
+        if self.apart < 0:
+            raise ConfigError(f"apart is {self.apart}; 0 or more µm")
+        check_laboratories(self.laboratories)
+
+    def laboratory(self, slide: int) -> str:
+        """The laboratory of slide number ``slide``."""
+        return self.laboratories[slide % len(self.laboratories)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +93,13 @@ class Patch:
 def patch(index: int, *, seed: int = 0, config: NodeConfig | None = None) -> Patch:
     """Patch number ``index`` of the set ``seed``: the same arguments give the same pixels.
 
-    Even and odd numbers alternate in label; slides alternate between laboratories A and B.
+    Even and odd numbers alternate in label; slides come from the laboratories
+    in turn.
     """
     config = config or NodeConfig()
     slide = index // config.patches_per_slide
     slide_rng = np.random.default_rng([seed, slide, 1])
-    laboratory = "AB"[slide % 2]
+    laboratory = config.laboratory(slide)
     stain = draw_stain(laboratory, rng=slide_rng)
     rng = np.random.default_rng([seed, index, 2])
     label = index % 2
@@ -107,8 +121,7 @@ def tumour_mask(label: int, *, config: NodeConfig, rng: np.random.Generator) -> 
     mask = np.zeros((px, px), dtype=bool)
     if rng.random() < config.around:
         mask = blobs((px, px), scale=26 / config.mpp, fraction=rng.uniform(0.15, 0.5), rng=rng)
-        # A cell's width of distance: no tumour cell may reach into the centre of a negative patch.
-        edge = round(6 / config.mpp)
+        edge = round(config.apart / config.mpp)
         mask[low - edge : high + edge, low - edge : high + edge] = False
     if label == 1:
         y, x = np.mgrid[:px, :px]

@@ -58,6 +58,15 @@ LABORATORIES: dict[str, Stain] = {
 """Two laboratories whose stains a person tells apart at a glance."""
 
 
+def check_laboratories(names: str) -> None:
+    """ConfigError where ``names`` holds a letter that is no laboratory, or none at all."""
+    wrong = [name for name in names if name not in LABORATORIES]
+    if wrong or not names:
+        raise ConfigError(
+            f"laboratories is {names!r}; it is made of the letters {', '.join(LABORATORIES)}"
+        )
+
+
 def draw_stain(laboratory: str, *, rng: np.random.Generator, spread: float = 0.08) -> Stain:
     """One slide's stain of ``laboratory``: its own, give or take ``spread``."""
     if laboratory not in LABORATORIES:

@@ -18,6 +18,7 @@ from planaria.errors import ConfigError
 from planaria.pathology.slides import Pixels
 from planaria.pathology.synthetic.paint import (
     Canvas,
+    check_laboratories,
     draw_stain,
     ink,
     inside,
@@ -48,6 +49,8 @@ class BiopsyConfig:
     """Range of the part of a cancerous biopsy that is benign."""
     pen: float = 0.1
     """Chance of a pen mark."""
+    laboratories: str = "AB"
+    """Biopsies come from these in turn, six from each."""
 
     def __post_init__(self) -> None:
         if min(self.width, self.height) < 128 or not self.mpp > 0:
@@ -56,6 +59,24 @@ class BiopsyConfig:
             raise ConfigError(f"vagueness is {self.vagueness}; 0 to 1")
         if not 0 <= self.benign[0] <= self.benign[1] < 1:
             raise ConfigError(f"benign is {self.benign}; two rising fractions below 1")
+        check_laboratories(self.laboratories)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a biopsy before it is painted."""
+
+    name: str
+    isup: int
+    """Grade group, 0 to 5."""
+    pair: tuple[int, int] | None
+    """Primary and secondary Gleason pattern; None where there is no cancer."""
+    laboratory: str
+
+    @property
+    def gleason(self) -> str:
+        """``negative`` or ``3+4`` and alike."""
+        return "negative" if self.pair is None else f"{self.pair[0]}+{self.pair[1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +118,14 @@ def isup_of(primary: int, secondary: int) -> int:
 def biopsy(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> Biopsy:
     """Biopsy number ``index`` of the set ``seed``: the same arguments give the same pixels.
 
-    Grades go round 0 to 5; laboratories A and B alternate every six.
+    Grades go round 0 to 5; laboratories change every six.
     """
     config = config or BiopsyConfig()
     rng = np.random.default_rng([seed, index, 11])
-    grade = index % 6
-    laboratory = "AB"[(index // 6) % 2]
-    pair = None if grade == 0 else PAIRS[grade][int(rng.integers(len(PAIRS[grade])))]
-    regions = lay_regions(pair, config=config, rng=rng)
+    known = _facts(index, seed=seed, config=config, rng=rng)
+    regions = lay_regions(known.pair, config=config, rng=rng)
     canvas, mask = paint_biopsy(regions, config=config, rng=rng)
-    rgb = canvas.colour(draw_stain(laboratory, rng=rng), rng=rng)
+    rgb = canvas.colour(draw_stain(known.laboratory, rng=rng), rng=rng)
     colour = None
     if rng.random() < config.pen:
         colour = ("green", "blue", "black")[int(rng.integers(3))]
@@ -114,11 +133,27 @@ def biopsy(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> 
     return Biopsy(
         rgb=rgb,
         mask=mask,
-        isup=grade,
-        gleason="negative" if pair is None else f"{pair[0]}+{pair[1]}",
-        laboratory=laboratory,
-        name=f"synthetic-biopsy-{seed}-{index:05d}",
+        isup=known.isup,
+        gleason=known.gleason,
+        laboratory=known.laboratory,
+        name=known.name,
         ink=colour,
+    )
+
+
+def facts(index: int, *, seed: int = 0, config: BiopsyConfig | None = None) -> Facts:
+    """What :func:`biopsy` would paint, at no cost."""
+    rng = np.random.default_rng([seed, index, 11])
+    return _facts(index, seed=seed, config=config or BiopsyConfig(), rng=rng)
+
+
+def _facts(index: int, *, seed: int, config: BiopsyConfig, rng: np.random.Generator) -> Facts:
+    grade = index % 6
+    return Facts(
+        name=f"synthetic-biopsy-{seed}-{index:05d}",
+        isup=grade,
+        pair=None if grade == 0 else PAIRS[grade][int(rng.integers(len(PAIRS[grade])))],
+        laboratory=config.laboratories[(index // 6) % len(config.laboratories)],
     )
 
 

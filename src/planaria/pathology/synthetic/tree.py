@@ -12,7 +12,7 @@ from PIL import Image
 
 from planaria.pathology.files import atomic
 from planaria.pathology.slides import Pixels
-from planaria.pathology.synthetic.prostate import BiopsyConfig, biopsy
+from planaria.pathology.synthetic.prostate import BiopsyConfig, biopsy, facts
 
 
 def write_tree(
@@ -26,14 +26,16 @@ def write_tree(
     config = config or BiopsyConfig()
     rows: list[list[str | int]] = []
     for index in range(first, first + count):
-        found = biopsy(index, seed=seed, config=config)
-        image = folder / "train_images" / f"{found.name}.tiff"
+        known = facts(index, seed=seed, config=config)
+        image = folder / "train_images" / f"{known.name}.tiff"
         if not image.is_file():
-            write_pyramid(image, found.rgb, mpp=config.mpp)
-            mask = folder / "train_label_masks" / f"{found.name}_mask.tiff"
+            found = biopsy(index, seed=seed, config=config)
+            mask = folder / "train_label_masks" / f"{known.name}_mask.tiff"
             with atomic(mask) as temporary:
                 tifffile.imwrite(temporary, found.mask, compression="zlib", metadata=None)
-        rows.append([found.name, f"synthetic-{found.laboratory}", found.isup, found.gleason])
+            # The image comes last: where it is, the mask is.
+            write_pyramid(image, found.rgb, mpp=config.mpp)
+        rows.append([known.name, f"synthetic-{known.laboratory}", known.isup, known.gleason])
     with atomic(folder / "train.csv") as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image_id", "data_provider", "isup_grade", "gleason_score"])

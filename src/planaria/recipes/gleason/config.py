@@ -52,6 +52,12 @@ class GleasonConfig:
     synthetic: int = 600
     """Synthetic slides, all parts together."""
 
+    slides_seed: int | None = None
+    """Seed of the synthetic slides; default: `seed`. Set it to train several seeds on the same."""
+
+    laboratories: str = "AB"
+    """Laboratories that the synthetic slides come from in turn."""
+
     folds: int = 5
     """Parts of the split; one tests, the next validates, the others train."""
 
@@ -106,7 +112,7 @@ class GleasonConfig:
     """Width of the head over features."""
 
     pretrained: str = ""
-    """Weight file for the backbone, or `lite0`; default: random weights."""
+    """Weight file for the backbone, a finished run's folder, or `lite0`; default: random weights."""
 
     class_weights: bool = False
     """Weights all grades equally whatever their number."""

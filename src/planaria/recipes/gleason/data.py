@@ -168,12 +168,14 @@ def _three(
 
 def _records(config: GleasonConfig) -> tuple[list[Record], str, list[str]]:
     if config.data == SYNTHETIC:
-        settings = json.dumps([asdict(BiopsyConfig()), config.seed, config.synthetic])
+        biopsies = _biopsies(config)
+        seed = config.seed if config.slides_seed is None else config.slides_seed
+        settings = json.dumps([asdict(biopsies), seed, config.synthetic])
         key = hashlib.sha256(settings.encode()).hexdigest()[:12]
         folder = config.cache_folder / f"synthetic-{key}"
         if not (folder / "train.csv").is_file():
             _log.info("making %d synthetic slides", config.synthetic)
-            write_tree(folder, count=config.synthetic, seed=config.seed)
+            write_tree(folder, count=config.synthetic, seed=seed, config=biopsies)
         records, found = load_panda(folder, contract=SYNTHETIC_CONTRACT)
         remarks = ["Synthetic tissue: the numbers say nothing about patients."]
     else:
@@ -182,6 +184,10 @@ def _records(config: GleasonConfig) -> tuple[list[Record], str, list[str]]:
     found.raise_errors()
     name = "synthetic tissue" if config.data == SYNTHETIC else "PANDA"
     return records, name, remarks
+
+
+def _biopsies(config: GleasonConfig) -> BiopsyConfig:
+    return BiopsyConfig(laboratories=config.laboratories)
 
 
 def _stamp(record: Record) -> str:
@@ -254,7 +260,11 @@ def _part(records: Sequence[Record], files: Sequence[Path], *, bags: Bags | None
 
 
 def _key(config: GleasonConfig) -> str:
-    """Names the tiles: everything that they depend on but the slides."""
+    """Names the tiles: everything that they depend on but the slides, whose names are unique in a
+    data set (the names of synthetic ones hold their seed)."""
+    data: object = config.data
+    if config.data == SYNTHETIC:
+        data = asdict(_biopsies(config))
     board = asdict(config.board) | {"offset": None}  # grids add to the cache, and change none of it
-    settings = [board, asdict(TissueConfig()), config.data]
+    settings = [board, asdict(TissueConfig()), data]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planaria.pathology.attention import FeatureConfig
-from planaria.pathology.bundle import ModelCard, build
+from planaria.pathology.bundle import ModelCard, build, source_colours
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
-from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD, load_weights
+from planaria.pathology.weights import load_weights
 from planaria.recipes.gleason.config import GleasonConfig
 from planaria.recipes.gleason.data import Part, Prepared
 
@@ -63,7 +63,6 @@ def card(data: Prepared, config: GleasonConfig) -> ModelCard:
             classes=CLASSES,
             trained_on=data.name,
         )
-    source = ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD) if config.pretrained else None
     return ModelCard(
         kind="gleason",
         network=NetworkConfig(
@@ -75,7 +74,7 @@ def card(data: Prepared, config: GleasonConfig) -> ModelCard:
             lite=config.pretrained == "lite0",
         ),
         target=colours(data, config),
-        source=source,
+        source=source_colours(config.pretrained),
         dc=config.dc,
         board=config.board,
         loss=config.loss,

@@ -50,6 +50,9 @@ class MetastasisConfig:
     synthetic: tuple[int, int, int] = (6144, 1024, 2048)
     """Synthetic patches for training, validation and test."""
 
+    laboratories: str = "AB"
+    """Laboratories that the synthetic slides come from in turn."""
+
     backbone: str = "b0"
     """b0 to b3 (the paper: b3)."""
 
@@ -86,7 +89,7 @@ class MetastasisConfig:
     """Width of the head over features."""
 
     pretrained: str = ""
-    """Weight file for the backbone, or `lite0`; default: random weights."""
+    """Weight file for the backbone, a finished run's folder, or `lite0`; default: random weights."""
 
     dc: str = "standardise"
     """Distribution correction before a pre-trained backbone: batchnorm, affine, conv1x1,
@@ -131,6 +134,9 @@ class MetastasisConfig:
     patience: int = 0
     """Evaluations without a better AUC after which training ends; 0 never ends early."""
 
+    views: int = 8
+    """Turns and mirrorings that a patch's probability is averaged over in the end, 1 to 8."""
+
     sensitivity: float = 0.95
     """What the operating point, chosen on the validation part, reaches there."""
 
@@ -162,6 +168,8 @@ class MetastasisConfig:
             raise ConfigError(f"momentum: {self.momentum} must be above 0 and up to 1")
         if not 0 < self.sensitivity <= 1:
             raise ConfigError(f"sensitivity: {self.sensitivity} must be above 0 and up to 1")
+        if not 1 <= self.views <= 8:
+            raise ConfigError(f"views: {self.views} is outside 1 to 8")
         if min(self.synthetic) < 64:
             raise ConfigError(f"synthetic: {self.synthetic}: each part needs at least 64 patches")
         if not -1 <= self.distance <= 32:

@@ -130,7 +130,7 @@ def prepare(config: MetastasisConfig) -> Prepared:
 
 
 def _synthetic(config: MetastasisConfig) -> Prepared:
-    node = NodeConfig()
+    node = NodeConfig(laboratories=config.laboratories)
     parts: list[Part] = []
     for number, count in enumerate(config.synthetic):
         settings = json.dumps([asdict(node), number, count, config.seed], sort_keys=True)
@@ -149,7 +149,7 @@ def _synthetic(config: MetastasisConfig) -> Prepared:
                 patches=Stored(path, labels=labels),
                 labels=labels,
                 groups=np.array([f"{seed}-{s:04d}" for s in slide]),
-                centres=np.array(["AB"[s % 2] for s in slide]),
+                centres=np.array([node.laboratory(int(s)) for s in slide]),
             )
         )
     return Prepared(

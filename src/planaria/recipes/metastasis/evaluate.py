@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from planaria.errors import DataError
 from planaria.pathology.colour import to_unit
 from planaria.pathology.datasets.features import Bags
+from planaria.pathology.files import atomic
 from planaria.pathology.metrics import auc, binary_report, bootstrap, by_centre
 from planaria.pathology.training import autocast, share
 from planaria.recipes.metastasis.data import Part
@@ -78,3 +81,12 @@ def measure(part: Part, probability: NDArray[np.float64], *, threshold: float) -
         interval = {"value": math.nan, "reason": str(error)}
     result["auc_interval"] = interval
     return result
+
+
+def write_predictions(path: Path, part: Part, *, probability: NDArray[np.float64]) -> None:
+    """One row per patch of ``part``: number, group (slide, patient), centre, label, probability."""
+    rows = zip(part.groups, part.centres, part.labels.tolist(), probability.tolist(), strict=True)
+    with atomic(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["number", "group", "centre", "label", "probability"])
+        writer.writerows((number, *row) for number, row in enumerate(rows))

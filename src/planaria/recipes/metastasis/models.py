@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planaria.pathology.attention import FeatureConfig
-from planaria.pathology.bundle import ModelCard, build
+from planaria.pathology.bundle import ModelCard, build, source_colours
 from planaria.pathology.colour import ColourStatistics, statistics, to_unit
 from planaria.pathology.datasets.features import Bags
 from planaria.pathology.networks import NetworkConfig
 from planaria.pathology.training import set_momentum
-from planaria.pathology.weights import IMAGENET_MEAN, IMAGENET_STD, load_weights
+from planaria.pathology.weights import load_weights
 from planaria.recipes.metastasis.config import PAPER_MEAN, PAPER_STD, MetastasisConfig
 from planaria.recipes.metastasis.data import Prepared
 
@@ -41,7 +41,6 @@ def card(data: Prepared, config: MetastasisConfig) -> ModelCard:
         )
         return ModelCard(kind="metastasis", features=head, trained_on=data.name)
     lite = config.pretrained == "lite0"
-    source = ColourStatistics(mean=IMAGENET_MEAN, std=IMAGENET_STD) if config.pretrained else None
     return ModelCard(
         kind="metastasis",
         network=NetworkConfig(
@@ -54,7 +53,7 @@ def card(data: Prepared, config: MetastasisConfig) -> ModelCard:
             lite=lite,
         ),
         target=colours(data, config),
-        source=source,
+        source=source_colours(config.pretrained),
         dc=config.dc if config.pretrained else "standardise",
         trained_on=data.name,
     )

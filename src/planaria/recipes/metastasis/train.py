@@ -43,7 +43,7 @@ from planaria.pathology.training import (
 )
 from planaria.recipes.metastasis.config import MetastasisConfig, as_toml
 from planaria.recipes.metastasis.data import Prepared, prepare
-from planaria.recipes.metastasis.evaluate import measure, probabilities
+from planaria.recipes.metastasis.evaluate import measure, probabilities, write_predictions
 from planaria.recipes.metastasis.models import card, make, wrap
 
 Batch = tuple[Tensor, Tensor, NDArray[np.int64]]
@@ -198,34 +198,36 @@ class Job:
 
     def finish(self) -> None:
         """The operating point, the one look at the test part, and the files; a collective."""
+        config = self.config
         self.network.load_state_dict(self.best.state)
-        valid = self.probabilities("valid", average=8)
-        cut = operating_point(self.data.valid.labels, valid, sensitivity=self.config.sensitivity)
+        valid = self.probabilities("valid", average=config.views)
+        cut = operating_point(self.data.valid.labels, valid, sensitivity=config.sensitivity)
         cut = float(np.clip(cut, 1e-6, 1 - 1e-6))
         results: dict[str, Any] = {
             "data": self.data.name,
             "split_by": self.data.by,
             "remarks": [*self.data.remarks, DISCLAIMER],
             "threshold": cut,
-            "chosen_by": f"sensitivity {self.config.sensitivity:g} on the validation part",
+            "chosen_by": f"sensitivity {config.sensitivity:g} on the validation part",
             "best_step": self.best.step,
-            "averaged_over": 1 if isinstance(self.data.valid.patches, Bags) else 8,
+            "averaged_over": 1 if isinstance(self.data.valid.patches, Bags) else config.views,
             "valid": measure(self.data.valid, valid, threshold=cut),
         }
         tested = self.data.test
         found = valid
         if tested is not None:
-            found = self.probabilities("test", average=8)
+            found = self.probabilities("test", average=config.views)
             results["test"] = measure(tested, found, threshold=cut)
         if dist.is_initialized():
             dist.barrier()
         if self.shard.index != 0:
             return
-        out = self.config.out
+        out = config.out
         if tested is not None:
             binary_plots(out, labels=tested.labels, probability=found, threshold=cut)
+            write_predictions(out / "predictions.csv", tested, probability=found)
         done = dataclasses.replace(self.card, threshold=cut)
         save_bundle(out, card=done, model=self.network)
         write_json(out / "results.json", results)
         with atomic(out / "metastasis.toml") as temporary:
-            temporary.write_text(as_toml(self.config), encoding="utf-8")
+            temporary.write_text(as_toml(config), encoding="utf-8")

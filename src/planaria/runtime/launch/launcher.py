@@ -43,6 +43,8 @@ _LEAVE = 5.0
 """Seconds in which workers leave by themselves when the run has ended well, without a word."""
 _HURRY = 0.5
 """The same where the run has failed or was interrupted twice."""
+_ORDINARY = (None, 0, worker.REFUSED, worker.SPARE_FAILED)
+"""Exit codes of a worker that has not failed."""
 _LINGER = 20
 """What a script does after the run may take so many time-outs."""
 _SPARE_FAILURES = 3
@@ -85,6 +87,8 @@ class _Launch:
         """Seconds in which workers may leave by themselves."""
         self.owners: frozenset[str] = frozenset()
         """Who owned a shard when the run ended well."""
+        self.fallen: dict[str, Child] = {}
+        """Workers that have ended otherwise than well, by themselves."""
         self.told = False
         """Whether it was the coordinator that ended the run."""
         self.link: LauncherLink | None = None
@@ -176,6 +180,14 @@ class _Launch:
                 self._fail_after(
                     f"{', '.join(left)} had not ended when the run was over and was killed: what it "
                     "was writing may be incomplete; do such work in run.final"
+                )
+        if self.code == 0:
+            # Perhaps before the run's end was heard of here: an owner at the end has not been lost.
+            for name in sorted(self.owners.intersection(self.fallen)):
+                child = self.fallen[name]
+                self._fail_after(
+                    f"{name} failed after the run had finished: {child.description}; "
+                    f"see {child.task.invitation.log}"
                 )
         await self.fleet.end()
 
@@ -288,14 +300,9 @@ class _Launch:
                 child.name, pid=child.pid, description=child.description, code=child.code
             )
         self.screen.forget(child.name)
+        if child.code not in _ORDINARY and self.fleet.ended_itself(child):
+            self.fallen[child.name] = child
         if self.code is not None:
-            # By itself: who is killed at the end is so by a signal.
-            quiet = (None, 0, worker.REFUSED, worker.SPARE_FAILED)
-            if self.code == 0 and child.code not in quiet and self.fleet.ended_itself(child):
-                self._fail_after(
-                    f"{child.name} failed after the run had finished: {child.description}; "
-                    f"see {child.task.invitation.log}"
-                )
             return
         rank = child.task.rank
         if rank is not None and child.code != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,3 +110,39 @@ def test_cuts_across_folds(tmp_path: Path) -> None:
         fit_across([runs[0], runs[0]])
     with pytest.raises(DataError, match=r"predictions.json: missing; train every fold first"):
         fit_across([tmp_path / "absent"])
+
+
+def test_tiles_of_other_laboratories_and_seeds_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(BiopsyConfig, width=384, height=192)
+    monkeypatch.setattr("planaria.recipes.gleason.data.BiopsyConfig", small)
+    plain = {
+        "synthetic": 12,
+        "cache": tmp_path / "cache",
+        "tiles": 1,
+        "px": 64,
+        "mpp": 4.0,
+        "folds": 3,
+        "distance": -1,
+    }
+
+    def tiles(**values: object) -> tuple[list[str], dict[str, bytes]]:
+        data = prepare(GleasonConfig(**{**plain, **values}))
+        parts = (data.train, data.valid, data.test)
+        files = {n: f for p in parts for n, f in zip(p.names, p.files, strict=True)}
+        found = {name: np.load(file).tobytes() for name, file in files.items()}
+        return sorted(data.test.names), found
+
+    test, first = tiles(seed=1)
+    assert sorted(first) == [f"synthetic-biopsy-1-{number:05d}" for number in range(12)]
+    # The same slides under another seed, split in another way.
+    other, again = tiles(seed=2, slides_seed=1)
+    assert again == first
+    assert other != test
+    assert not set(tiles(seed=2)[1]) & set(first)
+    stained = tiles(seed=1, laboratories="B")[1]
+    assert sorted(stained) == sorted(first)
+    same = [stained[name] == first[name] for name in sorted(first)]
+    # The second six of both come from laboratory B.
+    assert same == [False] * 6 + [True] * 6

@@ -16,7 +16,7 @@ from planaria.optim.choice import SparseConfig
 from planaria.pathology.synthetic.node import patch
 from planaria.recipes.metastasis import MetastasisConfig, prepare
 from planaria.recipes.metastasis.config import as_toml
-from planaria.recipes.metastasis.evaluate import measure, views
+from planaria.recipes.metastasis.evaluate import measure, views, write_predictions
 from planaria.recipes.metastasis.models import card, make
 from planaria.recipes.metastasis.train import Job
 
@@ -28,6 +28,7 @@ from planaria.recipes.metastasis.train import Job
         ({"lr": 0.0}, "lr: 0.0 must be positive"),
         ({"synthetic": (64, 8, 64)}, "synthetic: (64, 8, 64): each part needs at least 64 patches"),
         ({"preset": "paper", "pretrained": "lite0"}, "pretrained: the paper's preset starts from"),
+        ({"views": 9}, "views: 9 is outside 1 to 8"),
         ({"sensitivity": 0.0}, "sensitivity: 0.0 must be above 0 and up to 1"),
         ({"data": ""}, "data: '' names nothing; give a folder, a CSV or 'synthetic'"),
         ({"optimizer": "sgd"}, "optimizer: 'sgd' is unknown; choose one of adamw, adams"),
@@ -138,3 +139,21 @@ def test_views_and_measures(tmp_path: Path) -> None:
         result["auc_interval"]["reason"]
         == "1 groups are too few for an interval; it needs at least 5"
     )
+
+
+def test_predictions_are_kept_patch_by_patch(tmp_path: Path) -> None:
+    data = prepare(small(tmp_path, laboratories="B"))
+    assert set(data.valid.centres.tolist()) == {"B"}
+    probability = np.linspace(0, 1, len(data.valid.labels))
+    write_predictions(tmp_path / "predictions.csv", data.valid, probability=probability)
+    with (tmp_path / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["probability"]) for row in rows] == probability.tolist()
+    assert [int(row["label"]) for row in rows] == data.valid.labels.tolist()
+    assert rows[3] == {
+        "number": "3",
+        "group": "1-0000",
+        "centre": "B",
+        "label": "1",
+        "probability": str(probability[3]),
+    }

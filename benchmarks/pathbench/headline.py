@@ -1,0 +1,96 @@
+"""Both recipes through the command line, with a worker killed on the way.
+
+Each is run undisturbed and with the kill; what they leave must be equal to the bit. The metastasis
+run has a bare baseline beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotswap.rows import Row
+
+from pathbench.cells import predictions
+
+LAUNCH = "--workers 2 --spares 1 --timeout 120"
+"""Two minutes, for a worker that a busy machine does not let answer for a second is no lost one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One recipe's runs."""
+
+    recipe: str
+    setting: str
+    """Options of all its runs."""
+    method: str
+    """Options of the method's runs."""
+    bare: str | None
+    """Options of the bare baseline, if it is measured here."""
+    fault: str
+
+    def command(self, which: str) -> str:
+        """The command line of a run, without folders: ``bare``, ``calm`` or ``struck``."""
+        own = self.bare if which == "bare" else self.method
+        fault = f" --inject {self.fault}" if which == "struck" else ""
+        return f"planaria train {self.recipe} {LAUNCH}{fault} {self.setting} {own}"
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The runs, in the order in which they are made."""
+        return ("calm", "struck") if self.bare is None else ("bare", "calm", "struck")
+
+
+HEADLINES = (
+    Headline(
+        recipe="metastasis",
+        setting="--synthetic 512 512 2048 --width 0.25 --depth 0.5 --batch 16 "
+        "--epochs 32 --evals 4 --lr 4e-3 --no-rcc --no-attention",
+        method="--stem-stride 1 --fusion",
+        bare="--stem-stride 2 --no-fusion",
+        fault="kill:worker=1,step=200,phase=backward",
+    ),
+    Headline(
+        recipe="gleason",
+        setting="--synthetic 1020 --width 0.25 --depth 0.5 --tiles 16 --px 64 --mpp 2.0 --offsets 1 "
+        "--batch 8 --epochs 8 --evals 4 --lr 4e-3",
+        method="--pbir --dc batchnorm --loss qwmse",
+        bare=None,
+        fault="kill:worker=1,step=200,phase=backward",
+    ),
+)
+
+
+def measure(headline: Headline, which: str, *, folder: Path, cache: Path) -> list[Row]:
+    """Runs the command; its row. RuntimeError where it failed or its fault did not fire."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = headline.command(which)
+    words = [sys.executable, "-m", "planaria.cli", *shlex.split(command)[1:]]
+    began = time.monotonic()
+    subprocess.run([*words, "--out", str(folder), "--cache", str(cache), "--quiet"], check=True)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if summary["injected"] != (which == "struck"):
+        raise RuntimeError(f"{command}: {summary['injected']} faults fired")
+    return [
+        {
+            "row": "headline",
+            "recipe": headline.recipe,
+            "which": which,
+            "seed": 0,
+            "command": command,
+            "wall_s": round(time.monotonic() - began, 1),
+            "steps": summary["steps"],
+            "swaps": len(summary["swaps"]),
+            "redone": sum(swap["redone"] for swap in summary["swaps"]),
+            "state_digest": summary["state_digest"],
+            "samples_digest": summary["samples_digest"],
+            **predictions(folder, recipe=headline.recipe),
+        }
+    ]
