@@ -132,9 +132,9 @@ async def serve(
     line where it cannot begin.
     """
     resumed = state is not None
-    durable = publish.published(config.out)
     if state is None:
         publish.sweep(config.out)
+        durable = publish.published(config.out)
         state = State(config=config.membership, durable=durable[-1] if durable else None)
     _check_free(config.host, config.port)
     server = grpc.aio.server(
