@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from types import MappingProxyType
 
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UserError
 
 FOLDER, COMPLETE = "checkpoints", "complete.json"
 _STEP = re.compile(r"step-(\d+)")
@@ -52,6 +52,31 @@ def partial_path(out: Path, generation: int, *, epoch: int) -> Path:
 def complete_path(out: Path, generation: int) -> Path:
     """Where ``generation`` is once it is published."""
     return out / FOLDER / f"step-{generation}"
+
+
+def prepare(out: Path) -> Path:
+    """Make the folder of checkpoints, before a run has computed anything that it could not keep.
+
+    Raises ``UserError`` where it cannot be written.
+    """
+    folder = out / FOLDER
+    reason = ""
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        reason = "it is a link to nowhere" if folder.is_symlink() else "it is not a folder"
+    except OSError as error:
+        reason = str(error.strerror)
+    if not reason and not os.access(folder, os.W_OK | os.X_OK):
+        reason = os.strerror(
+            errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        )
+    if reason:
+        raise UserError(
+            f"checkpoints cannot be written to {folder}: {reason}; mend that, or give another folder "
+            "with --out"
+        )
+    return folder
 
 
 def published(out: Path) -> list[int]:
