@@ -25,7 +25,7 @@ from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
 from planaria.runtime.coordinator import lock
-from planaria.runtime.launch import worker
+from planaria.runtime.launch import stopping, worker
 from planaria.runtime.launch.config import (
     JoinConfig,
     LaunchConfig,
@@ -426,23 +426,23 @@ class _Launch:
             self._finish(128 + number, f"stopped at once by {number.name}")
 
     async def _stop_softly(self, number: signal.Signals) -> None:
-        """A durable checkpoint, then the end, within the user's time-out; else the end at once."""
+        """A durable checkpoint, then the end (:mod:`.stopping`); else the end at once."""
         assert self.link is not None
         self.screen.line(
             f"{number.name}: a checkpoint is written first; once more stops at once", kind="swap"
         )
-        reason = f"stopped by {number.name}"
-        code = 128 + number
+        code, reason = 128 + number, f"stopped by {number.name}"
         with contextlib.suppress(PlanariaError):
             if isinstance(self.config, JoinConfig):
                 self._finish(code, reason)
                 return
-            status = await asyncio.to_thread(self.link.status, timeout=2.0)
+            status = await asyncio.to_thread(self.link.status, timeout=self.config.timeout)
             if status.phase in ("training", "recovering", "waiting"):
                 body = control.SaveCheckpoint(reason=reason, then_stop=True)
                 await asyncio.to_thread(self.link.request, body)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.over.wait(), self.config.timeout)
+                reason += await stopping.wait_saved(
+                    self.over, config=self.config, phase=status.phase, screen=self.screen
+                )
             elif status.phase == "forming":
                 # Perhaps a script that does not join: as under torchrun, it may catch the signal and
                 # write its own checkpoint.
