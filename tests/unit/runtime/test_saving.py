@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from planaria.runtime.coordinator.chronicle import Chronicle
 from planaria.runtime.coordinator.crowd import Crowd
 from planaria.runtime.coordinator.saving import Saving
 from planaria.runtime.launch import stopping
+from planaria.runtime.launch.screen import Screen
 from planaria.runtime.membership import events
 
 STOP = control.SaveCheckpoint(reason="stopped by SIGTERM", then_stop=True)
@@ -162,37 +164,48 @@ def test_one_that_cannot_be_written_ends_the_run_that_was_to_stop_after_it(desk:
     assert desk.lines == [line]
 
 
+@pytest.fixture
 def wait(
-    out: Path, *, phase: str = "training", after: float | None = None
-) -> tuple[str, list[str]]:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, list[str]]]:
     """What is added to the reason of the end, and what the user reads meanwhile."""
-    said: list[str] = []
+    config = SimpleNamespace(out=tmp_path, timeout=0.2)  # shorter than a run may have
 
-    async def use() -> str:
-        over = asyncio.Event()
-        if after is not None:
-            asyncio.get_running_loop().call_later(after, over.set)
-        return await stopping.wait_saved(over, timeout=0.05, phase=phase, out=out, say=said.append)
+    def call(*, phase: str = "training", after: float | None = None) -> tuple[str, list[str]]:
+        async def use() -> str:
+            over = asyncio.Event()
+            if after is not None:
+                asyncio.get_running_loop().call_later(after, over.set)
+            screen = Screen()
+            added = await stopping.wait_saved(over, config=config, phase=phase, screen=screen)
+            screen.close()
+            return added
 
-    return asyncio.run(use()), said
+        added = asyncio.run(use())
+        return added, capsys.readouterr().out.splitlines()
+
+    return call
 
 
-def test_a_long_step_is_waited_for(tmp_path: Path) -> None:
-    assert wait(tmp_path, after=0.01) == ("", [])
-    none = f"there is no checkpoint in {tmp_path} to go on from"
-    more = "the checkpoint waits for the running steps or evaluation, 0.95 s more at most; "
-    assert wait(tmp_path, after=0.2) == ("", [f"{more}{none}; once more stops at once"])
+def test_a_long_step_is_waited_for(
+    tmp_path: Path, wait: Callable[..., tuple[str, list[str]]]
+) -> None:
+    assert wait(after=0.01) == ("", [])
+    line = (
+        "planaria: the checkpoint waits for the running steps or evaluation, 3.8 s more at most; "
+        f"there is no checkpoint in {tmp_path} to go on from; once more stops at once"
+    )
+    assert wait(after=0.4) == ("", [line])
 
 
-def test_where_no_checkpoint_comes_the_newest_is_named(tmp_path: Path) -> None:
+def test_where_no_checkpoint_comes_the_newest_is_named(
+    tmp_path: Path, wait: Callable[..., tuple[str, list[str]]]
+) -> None:
     folder = publish.complete_path(tmp_path, 40)
     folder.mkdir(parents=True)
     (folder / publish.COMPLETE).touch()
-    # For want of a spare, it would be waited for ten times as long as that.
-    assert wait(tmp_path, phase="waiting") == (
-        f"; no checkpoint was written within 0.05 s; the newest checkpoint is {folder}",
+    # For want of a spare: it would be waited for ten times as long as that.
+    assert wait(phase="waiting") == (
+        f"; no checkpoint was written within 0.2 s; the newest checkpoint is {folder}",
         [],
     )
-    added, said = wait(tmp_path)
-    assert added == f"; no checkpoint was written within 1 s; the newest checkpoint is {folder}"
-    assert len(said) == 1
