@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.control_plane import CoordinatorProcess, coordinator
 
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UserError
 from planaria.runtime.coordinator import publish
 from planaria.runtime.coordinator.publish import complete_path, partial_path, published
 
@@ -313,3 +314,46 @@ def test_the_folder_may_lie_on_another_disk(tmp_path: Path) -> None:
         assert (published(tmp_path), text_of(tmp_path, 2)) == ([2], "again")
     finally:
         shutil.rmtree(elsewhere)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    ending = "; mend that, or give another folder with --out"
+    folder.write_text("a file")
+    with pytest.raises(UserError) as caught:
+        publish.prepare(tmp_path)
+    assert str(caught.value) == (
+        f"checkpoints cannot be written to {folder}: it is not a folder{ending}"
+    )
+    folder.unlink()
+    folder.symlink_to(tmp_path / "not-mounted")
+    with pytest.raises(UserError, match=r"/checkpoints: it is a link to nowhere; mend that, or "):
+        publish.prepare(tmp_path)
+    folder.unlink()
+    assert publish.prepare(tmp_path) == folder
+    assert folder.is_dir()
+    # The kernel's own, where nothing can be written, not by root either.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoints").symlink_to("/proc/sys")
+    with pytest.raises(UserError, match=r"/checkpoints: (Read-only|Permission)"):
+        publish.prepare(tmp_path / "other")
+
+
+def test_two_runs_share_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    """Each in an ``--out`` of its own, and both with a link to the large disk."""
+    large = tmp_path / "large"
+    large.mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoints").symlink_to(large)
+    with coordinator(tmp_path / "a", "--world", "1") as first:
+        first.ready()
+        second = CoordinatorProcess(tmp_path / "b", "--world", "1")
+        try:
+            assert second.process.wait(20) == 2
+            said = second.errors()
+        finally:
+            second.close()
+    assert said.strip() == (
+        f"a run lives in {tmp_path}/b/checkpoints (pid {first.process.pid}): choose another --out"
+    )
