@@ -14,10 +14,11 @@ import io
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
@@ -26,6 +27,12 @@ from planaria import capabilities
 from planaria.errors import PlanariaError, UserError
 
 _FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
+
+_INJECT = (
+    "Fault for tests: kill:worker=W,step=S,phase=P or stop:…; node=N in the place of worker=W hits a "
+    "whole machine. Phases: data, forward, backward, collective, optimizer, capture, replicate, "
+    "commit. May be given several times."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +55,11 @@ class Launching:
     """Replace a lost worker by a fresh warm spare."""
     max_restarts: int = 3
     """How often a script that never joins may be started anew as a whole."""
-    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Fault for tests, kill:worker=W,step=S,phase=P or stop:…; may be given several times."""
+    inject: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(help=_INJECT)]] = ()
+    fresh: bool = False
+    """Begin anew in a folder that holds a run; that one is put aside there, nothing is deleted."""
+    resume: bool = False
+    """Go on from the folder's checkpoint even where it is of another script or other arguments."""
     node: str = ""
     """Failure domain of this machine's workers; default: its host name."""
     certificate: str = ""
@@ -281,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _parse(arguments)()
     except PlanariaError as error:
         if debug:
-            raise
+            traceback.print_exc()
+            return error.exit_code
         sys.stderr.write(f"planaria: {error}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
@@ -307,6 +318,9 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
         group = arguments[0] if arguments[:1] and arguments[0] in groups else ""
+        if arguments == [group]:
+            names = ", ".join(c.words[1] for c in commands() if c.words[0] == group)
+            raise UserError(f"planaria {group} is not whole; choose one of {names}")
         return lambda: _help(group)
     chosen = _choose(arguments)
     rest = arguments[len(chosen.words) :]
@@ -318,11 +332,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
             _cli(
                 kind, chosen, rest
             )  # help, or an option that is none and took the script for a value
-            usage = "OUT|HOST:PORT [options] --" if chosen.words == ("join",) else "[options]"
-            raise UserError(
-                f"no script given; write planaria {' '.join(chosen.words)} {usage} "
-                "train.py [its arguments]"
-            )
+            raise UserError(f"no script given; write {_usage(chosen)}")
     command = _cli(kind, chosen, rest)
     if chosen.script:
         return lambda: command.main(script[0], tuple(script[1:]))
@@ -398,14 +408,35 @@ def _flags(command: type) -> tuple[set[str], int]:
 
 def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     """The command that ``arguments`` describe; a wrong one becomes a one-line error."""
-    said = io.StringIO()
+    said, helped = io.StringIO(), _Held()
+    shown = contextlib.redirect_stdout(helped) if command.script else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), shown:
             return tyro.cli(kind, prog=f"planaria {' '.join(command.words)}", args=arguments)
     except SystemExit as error:
         if error.code in (0, None):  # --help
+            if command.script:  # tyro does not know that a script with its arguments follows
+                rest = helped.getvalue().partition("\n")[2]
+                sys.stdout.write(f"usage: {_usage(command)}\n{rest}")
             raise
         raise UserError(_renamed(one_line(said.getvalue()), kind)) from None
+
+
+class _Held(io.StringIO):
+    """Keeps what is written, and looks like the real output, by which colours are chosen."""
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def _usage(command: Command) -> str:
+    """How a command with a script is written."""
+    options = "OUT|HOST:PORT [options] --" if command.words == ("join",) else "[options]"
+    return f"planaria {' '.join(command.words)} {options} train.py [its arguments]"
 
 
 _ELSEWHERE = {
