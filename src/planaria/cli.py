@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import io
 import logging
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,8 +24,7 @@ import tyro
 import planaria
 from planaria import capabilities
 from planaria.errors import PlanariaError, UserError
-
-_FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
+from planaria.wording import Held, one_line, renamed
 
 _INJECT = (
     "Fault for tests: kill:worker=W,step=S,phase=P or stop:…; node=N in the place of worker=W hits a "
@@ -408,7 +406,7 @@ def _flags(command: type) -> tuple[set[str], int]:
 
 def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     """The command that ``arguments`` describe; a wrong one becomes a one-line error."""
-    said, helped = io.StringIO(), _Held()
+    said, helped = io.StringIO(), Held()
     shown = contextlib.redirect_stdout(helped) if command.script else contextlib.nullcontext()
     try:
         with contextlib.redirect_stderr(said), shown:
@@ -419,85 +417,13 @@ def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
                 rest = helped.getvalue().partition("\n")[2]
                 sys.stdout.write(f"usage: {_usage(command)}\n{rest}")
             raise
-        raise UserError(_renamed(one_line(said.getvalue()), kind)) from None
-
-
-class _Held(io.StringIO):
-    """Keeps what is written, and looks like the real output, by which colours are chosen."""
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+        raise UserError(renamed(one_line(said.getvalue()), kind)) from None
 
 
 def _usage(command: Command) -> str:
     """How a command with a script is written."""
     options = "OUT|HOST:PORT [options] --" if command.words == ("join",) else "[options]"
     return f"planaria {' '.join(command.words)} {options} train.py [its arguments]"
-
-
-_ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--batch-size": "--batch",
-    "--per-device-train-batch-size": "--batch",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--max-steps": "--steps",
-    "--block-size": "--sequence",
-    "--seq-length": "--sequence",
-    "--output-dir": "--out",
-    "--nproc-per-node": "--workers",
-    "--num-workers": "--workers",
-}
-"""What other trainers call our options."""
-
-
-def _renamed(message: str, kind: Any) -> str:
-    """``message``, with our name of an option that it knows by another trainer's."""
-    if "did you mean" in message or "nrecognized" not in message:
-        return message
-    known = {f"--{name.replace('_', '-')}" for name in _names(kind)}
-    for word in re.findall(r"--[a-z][a-z_-]*", message):
-        ours = _ELSEWHERE.get(word.replace("_", "-"))
-        if ours in known:
-            return f"{message}; did you mean {ours}?"
-    return message
-
-
-def _names(kind: Any) -> set[str]:
-    """Fields of a command, those of the dataclasses inside it included."""
-    found: set[str] = set()
-    for name, hint in get_type_hints(kind).items():
-        found |= _names(hint) if dataclasses.is_dataclass(hint) else {name}
-    return found
-
-
-def one_line(box: str) -> str:
-    """tyro's framed error, drawn with or without Unicode, as one line."""
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines()[1:]:
-        text = _FRAME.sub("", line)
-        if text:
-            sections[-1].append(text)
-        elif sections[-1]:
-            sections.append([])
-    message = " ".join(sections[0]) or "the command line is wrong"
-    hints: list[str] = []
-    for section in sections[1:]:
-        text = " ".join(section)
-        if text.startswith("Perhaps you meant"):
-            found = dict.fromkeys(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*(?! --help)", text))
-            found.pop("--help", None)
-            hints.append(f"did you mean {' or '.join(list(found)[:3])}?")
-        elif text.startswith("Available subcommands"):
-            hints.append(f"choose one of {text.partition(':')[2].strip()}")
-        elif text.startswith("For full helptext"):
-            hints.append(
-                text.replace("For full helptext, ", "").replace("run: ", "run ").rstrip(".")
-            )
-    return "; ".join([message.rstrip("."), *hints])
 
 
 def _fields(config: Any, *, leave_out: Sequence[str] = ()) -> dict[str, Any]:
