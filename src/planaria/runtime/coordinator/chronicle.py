@@ -125,7 +125,7 @@ class Chronicle:
         if not summary.steps:
             line = f"finished: {summary.reason}"
         if summary.restarts:
-            line += f"; started again as a whole: {summary.restarts} times"
+            line += f"; restarts of the whole: {summary.restarts}"
         if summary.swaps:
             line += f"; swaps: {len(summary.swaps)}, steps done again: {summary.steps_redone}"
         self.say(f"{line}; see summary.json", kind="event")
