@@ -116,8 +116,10 @@ def _unlike(what: str, mine: str, theirs: str) -> str:
     lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
     one, other = next((pair for pair in lines if pair[0] != pair[1]), (mine, theirs))
     (name, _, value), (known, _, wanted) = one.partition(" "), other.partition(" ")
-    if name != known or not value:
+    if not value or not wanted:
         return f"has {what} {mine or 'none'}, its run has {theirs}"
+    if name != known:
+        return f"runs a {name}, its run a {known}"
     if name in ("script", "function"):
         return f"has another {name} than its run: its text or argument differs"
     return f"has {name} {value}, its run has {wanted}"
