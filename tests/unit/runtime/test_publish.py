@@ -120,8 +120,10 @@ def test_power_may_go_at_any_moment(tmp_path: Path, calls: dict[str, Any]) -> No
         with pytest.raises(PowerLossError):
             both(out)
         calls["at"] = None
+        promised = publish.kept(out)
         publish.sweep(out)
         there = published(out)
+        assert promised == there
         assert there[-1] in (4, 6), at
         assert len(there) >= 2, f"struck at call {at}: {there}"
         for generation in there:
@@ -283,6 +285,8 @@ def test_a_publication_that_was_cut_off_is_finished_by_the_next_start(tmp_path: 
     write(tmp_path, 10, "torn mark")
     (folder / "step-10.e1.partial" / "complete.json").write_text('{"generation": 1')
     (folder / "notes").mkdir()
+    # A launcher looks before anything is changed.
+    assert (published(tmp_path), publish.kept(tmp_path)) == ([], [4])
     publish.sweep(tmp_path)
     assert published(tmp_path) == [4]
     assert text_of(tmp_path, 4) == "new"

@@ -89,6 +89,14 @@ def published(out: Path) -> list[int]:
     return sorted(n for n in found if (complete_path(out, n) / COMPLETE).is_file())
 
 
+def kept(out: Path) -> list[int]:
+    """What :func:`published` will give once :func:`sweep` has run; changes nothing."""
+    cut_off = [partial for partial, _ in _partials(out)]
+    cut_off += (out / FOLDER).glob(f"step-*{_ASIDE}")
+    found = {_target(folder) for folder in cut_off if _is_complete(folder)}
+    return sorted({*published(out), *(int(target.name[len("step-") :]) for target in found)})
+
+
 def publish(out: Path, generation: int, *, epoch: int, run: str, world: int, keep: int) -> Path:
     """Make the partial folder of ``generation`` the newest checkpoint; keep the ``keep`` newest.
 
@@ -145,13 +153,13 @@ def sweep(out: Path) -> None:
     parts that an earlier run has written under the same name.
     """
     for partial, _ in _partials(out):
-        target = partial.with_name(partial.name.partition(".")[0])
+        target = _target(partial)
         if _is_complete(partial) and not (target / COMPLETE).is_file():
             with contextlib.suppress(OSError):
                 _install(partial, target)
         _remove(partial)
     for aside in (out / FOLDER).glob(f"step-*{_ASIDE}"):
-        target = aside.with_suffix("")
+        target = _target(aside)
         if _is_complete(aside) and not (target / COMPLETE).is_file():
             with contextlib.suppress(OSError):
                 _install(aside, target)
@@ -224,6 +232,11 @@ def _partials(out: Path) -> list[tuple[Path, int]]:
         if name := _PARTIAL.fullmatch(entry.name):
             found.append((entry, int(name.group(2))))
     return sorted(found, key=lambda one: -one[1])
+
+
+def _target(folder: Path) -> Path:
+    """Whose name a partial folder, or one put aside, was about to take."""
+    return folder.with_name(folder.name.partition(".")[0])
 
 
 def _is_complete(folder: Path) -> bool:

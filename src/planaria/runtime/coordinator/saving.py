@@ -117,7 +117,7 @@ class Saving:
         asked = self._answered(generation)
         if asked is not None and asked.then_stop:
             reason = f"{asked.reason}, after the durable checkpoint of generation {generation}"
-            self._apply(events.StopRequested(reason=reason, exit_code=0))
+            self._apply(events.StopRequested(reason=reason, exit_code=asked.exit_code))
 
     async def settled(self) -> None:
         """Until every folder has its name whose parts were all there before."""
