@@ -367,7 +367,9 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
         save(8, error="No space left on device")
         (failed,) = wait_for(lambda: process.entries(journal.DurableFailed))
         assert failed.generation == 8
-        assert failed.reason == "shard 1 could not write the durable checkpoint"
+        assert failed.reason == (
+            "shard 1 could not write the durable checkpoint: No space left on device"
+        )
         assert publish.published(tmp_path) == [4, 6]
         assert not publish.partial_path(tmp_path, 8, epoch=epoch).exists()
         saved = process.entries(journal.DurableSaved)
