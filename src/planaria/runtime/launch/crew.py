@@ -250,7 +250,10 @@ class Crew:
                 self.fleet.kill(name)
             await self.fleet.wait(seconds=self._config.timeout)
             self._vacant.clear()
+            first = self._started
             await self._fork_set()
+        ranks = [f"{self._config.prefix}{first + rank}" for rank in range(self._config.workers)]
+        self._screen.line(f"ranks from 0 on are now {', '.join(ranks)}", kind="swap")
 
 
 @contextlib.contextmanager
