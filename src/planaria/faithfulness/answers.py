@@ -196,6 +196,12 @@ def _choice(text: str, choices: tuple[str, ...]) -> str | None:
     return None
 
 
+def letter_of(answer: str | None, choices: tuple[str, ...]) -> str | None:
+    """The letter of the option that an answer names: "(B) library", "library" and "b" are B. None
+    where it names none."""
+    return None if answer is None or not choices else _choice(clean(answer.strip()), choices)
+
+
 MAX_ANSWER_CHARS = 400
 """Longest answer that is read as a number or by ``math_verify``."""
 

@@ -30,7 +30,7 @@ from planaria.faithfulness.perturb import Kind, Perturbed, RulePerturber, Task
 from planaria.faithfulness.released import released_probability, released_score
 from planaria.faithfulness.scores import ChainScore, Settings
 from planaria.faithfulness.sequential import ConfidenceSequence, should_go_on
-from planaria.faithfulness.statistics import mean_interval
+from planaria.faithfulness.statistics import mean_interval, wilson
 
 
 class Taste:
@@ -256,6 +256,15 @@ def test_adaptive_sampling_stops_early_and_says_so(chain: Chain) -> None:
     early = scored([long], CalculatorJudge(), splits=15, half_width=0.3)[0]
     assert len(early.contrasts) < len(full.contrasts)
     assert any(note.startswith("stopped with ") for note in early.notes)
+    # What is reported is the sequence that was stopped by, wider than an interval that did not look.
+    sequence = ConfidenceSequence()
+    for contrast in early.contrasts:
+        if contrast.win is not None:
+            sequence.add(contrast.win)
+    assert (early.low, early.high) == (sequence.bounds().low, sequence.bounds().high)
+    n = sum(contrast.win is not None for contrast in early.contrasts)
+    low, high = wilson((early.win_rate or 0) * n, n)
+    assert early.low < low and early.high >= high
     with pytest.raises(ValueError, match="an observation is 2: it lies between 0 and 1"):
         ConfidenceSequence().add(2)
     assert should_go_on(ConfidenceSequence().bounds(), half_width=0.1, least=4)[1] == (
