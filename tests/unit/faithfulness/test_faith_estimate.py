@@ -264,7 +264,8 @@ def test_adaptive_sampling_stops_early_and_says_so(chain: Chain) -> None:
     assert (early.low, early.high) == (sequence.bounds().low, sequence.bounds().high)
     n = sum(contrast.win is not None for contrast in early.contrasts)
     low, high = wilson((early.win_rate or 0) * n, n)
-    assert early.low < low and early.high >= high
+    assert early.low < low
+    assert early.high >= high
     with pytest.raises(ValueError, match="an observation is 2: it lies between 0 and 1"):
         ConfidenceSequence().add(2)
     assert should_go_on(ConfidenceSequence().bounds(), half_width=0.1, least=4)[1] == (
