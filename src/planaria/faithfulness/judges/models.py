@@ -78,6 +78,23 @@ def usage_of(output: ModelOutput) -> Usage:
     )
 
 
+def written(output: ModelOutput) -> str:
+    """What a model wrote; reasoning that its provider returns apart stands between thinking tags
+    before it, or its summary where the provider keeps the reasoning to itself."""
+    from inspect_ai.model import ContentReasoning
+
+    content = output.choices[0].message.content if output.choices else ""
+    parts = [] if isinstance(content, str) else content
+    thoughts = [
+        (part.summary or "") if part.redacted else part.reasoning
+        for part in parts
+        if isinstance(part, ContentReasoning)
+    ]
+    thinking = "\n".join(thought for thought in thoughts if thought.strip())
+    text = output.completion
+    return f"<think>{thinking}</think>\n{text}" if thinking else text
+
+
 async def ask_model(
     model: Model, prompt: str, *, settings: ModelSettings, repeat: int, logprobs: bool = False
 ) -> ModelOutput:
