@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
-from planaria.faithfulness.chains import Chain, Question, digest, sound
+from planaria.faithfulness.chains import KEY_DIGITS, Chain, Question, digest, sound
 from planaria.faithfulness.formats import from_completion
 from planaria.faithfulness.judges.models import (
     ModelSettings,
@@ -63,7 +63,7 @@ async def sample_chains(
     async def one(question: Question, number: int) -> Chain | None:
         name = f"{question.id}/{number}"
         prompt = prompts.sample_prompt(question)
-        key = digest("sample", str(model), prompt, repr(settings), str(number))
+        key = digest("sample", str(model), prompt, repr(settings), str(number), digits=KEY_DIGITS)
         row = journal.get(key)
         if row is None:
             async with spending.turn() as turn:

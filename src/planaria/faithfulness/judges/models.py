@@ -28,7 +28,7 @@ from planaria.faithfulness.judges.protocol import (
     Verdict,
     Verify,
 )
-from planaria.faithfulness.perturb import Perturbed, Task, check, diff
+from planaria.faithfulness.perturb import Kind, Perturbed, Task, changed_numbers, check, diff
 from planaria.faithfulness.segment import segment
 
 if TYPE_CHECKING:
@@ -252,6 +252,8 @@ class ModelPerturber:
         if not steps:
             return Perturbed(steps=None, reason="the model wrote nothing", usage=usage)
         problem = check(task.continuation, steps)
+        if task.kind is Kind.PARAPHRASE and not problem:
+            problem = changed_numbers(task.continuation, steps)
         if problem:
             return Perturbed(steps=None, reason=problem, usage=usage)
         return Perturbed(steps=steps, changes=diff(task.continuation, steps), usage=usage)
