@@ -98,8 +98,11 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
     assert lines[-1] == "2 slides: 1 done, 1 unchanged, 0 empty, 0 failed"
     assert (out / "a" / "a.h5").stat().st_mtime_ns == before
     lines.clear()
-    Tile(slides=(folder,), out=out, px=64).run(lines.append)
+    Tile(slides=(folder,), out=out, px=64, png=True).run(lines.append)
     assert lines[-1].startswith("2 slides: 2 done, 0 unchanged")
+    Tile(slides=(folder,), out=out, px=96, png=True).run(lines.append)
+    sizes = {np.asarray(Image.open(path)).shape for path in (out / "a" / "tiles").iterdir()}
+    assert sizes == {(96, 96, 3)}
 
 
 def test_the_table_of_resolutions(tmp_path: Path) -> None:
