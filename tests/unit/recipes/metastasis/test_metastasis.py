@@ -136,7 +136,7 @@ def test_views_and_measures(tmp_path: Path) -> None:
     result = measure(data.valid, data.valid.labels.astype(float), threshold=0.5)
     assert result["overall"]["auc"] == 1.0
     assert (
-        result["auc_interval"]["reason"]
+        result["intervals"]["overall"]["auc"]["reason"]
         == "1 groups are too few for an interval; it needs at least 5"
     )
 
