@@ -14,8 +14,9 @@ from planaria.faithfulness.chains import Question
 from planaria.faithfulness.judges.protocol import Compare, Request, Supports, Verify
 from planaria.faithfulness.perturb import Kind, Task
 
-VERSION = "1"
-"""Changes with every change of a prompt below."""
+VERSION = "2"
+"""Changes with every change of a prompt below, or of how its answers are read: what a run has kept
+are verdicts."""
 
 COMPARE = """You check reasoning. Two continuations of an unfinished solution are given. Exactly \
 one question matters: which of them follows from the question and the steps so far? Style, length \
