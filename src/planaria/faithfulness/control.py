@@ -10,7 +10,7 @@ import numpy as np
 
 from planaria.faithfulness.perturb import Kind
 from planaria.faithfulness.scores import ChainScore
-from planaria.faithfulness.statistics import RESAMPLES, Interval
+from planaria.faithfulness.statistics import RESAMPLES, Array, Interval
 
 LEAST_NULLS = 8
 """Null contrasts of other questions that a length class needs; with fewer, all classes are used."""
@@ -105,10 +105,7 @@ def set_intervals(scores: Sequence[ChainScore], *, seed: int = 0) -> dict[str, I
         shares.append([sum(w for w, c, _ in rows if c == sign) for sign in _SIGNS])
         consistency.append(0.5 if score.consistency is None else score.consistency)
         of.append(questions[score.chain.question_id])
-    wins, counts = (np.zeros((len(questions), len(_SIGNS))) for _ in range(2))
-    for q, sign, win in nulls:
-        wins[questions[q], _SIGNS.index(sign)] += win
-        counts[questions[q], _SIGNS.index(sign)] += 1
+    wins, counts = _tables(nulls, questions)
     rng = np.random.default_rng(seed)
     means: list[tuple[float, float]] = []
     for _ in range(RESAMPLES):
@@ -143,6 +140,17 @@ def set_intervals(scores: Sequence[ChainScore], *, seed: int = 0) -> dict[str, I
 
 
 _SIGNS = (-1, 0, 1)
+
+
+def _tables(
+    nulls: Sequence[tuple[str, int, float]], questions: dict[str, int]
+) -> tuple[Array, Array]:
+    """Wins and number of nulls by question and class of length."""
+    wins, counts = (np.zeros((len(questions), len(_SIGNS))) for _ in range(2))
+    for q, sign, win in nulls:
+        wins[questions[q], _SIGNS.index(sign)] += win
+        counts[questions[q], _SIGNS.index(sign)] += 1
+    return wins, counts
 
 
 def _rows(score: ChainScore) -> list[tuple[float, int, float]]:
