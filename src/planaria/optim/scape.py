@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
+import weakref
 from collections.abc import Callable, Generator
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from planaria.optim.base import (
     BUCKET_BYTES,
     Agreement,
     OwnedOptimizer,
+    building,
     load_groups,
-    read_closure,
-    require_same_start,
+    loading,
+    require_groups,
     take_seat,
     trained,
 )
@@ -30,7 +32,7 @@ from planaria.optim.buckets import Buckets, master_dtype
 from planaria.optim.collectives import Workers
 from planaria.optim.drift import Drift
 from planaria.optim.frozen import Frozen
-from planaria.optim.layout import build
+from planaria.optim.layout import Layout, build
 from planaria.optim.options import ScapeOptions
 from planaria.optim.placement import like
 
@@ -42,7 +44,24 @@ _ASSUMED = (
     "dense; give total_steps=, or the count itself"
 )
 
+_FOR_ALL = tuple(field.name for field in fields(ScapeOptions))
+
 log = logging.getLogger(__name__)
+
+
+class _DenseNext:
+    """Whether an optimizer's next step is dense.
+
+    It does not keep the optimizer: in a cycle a dropped one would live on, and send gradients on
+    one worker, until the collector of garbage comes by there.
+    """
+
+    def __init__(self, optimizer: Scape) -> None:
+        self.optimizer = weakref.ref(optimizer)
+
+    def __call__(self) -> bool:
+        optimizer = self.optimizer()
+        return optimizer is not None and optimizer.is_dense(int(optimizer.count))
 
 
 class Scape(OwnedOptimizer):
@@ -101,40 +120,26 @@ class Scape(OwnedOptimizer):
         overlap: bool = True,
         **choices: Any,
     ) -> None:
-        checks.number("bucket_bytes", bucket_bytes, low=1)
-        self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
-        self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
-        self.norm = math.nan
-        total = ASSUMED_STEPS if total_steps is None else total_steps
-        checks.number("total_steps", total, low=1)
-        self.options = ScapeOptions(
-            density=density,
-            dense_steps=checks.steps("dense_steps", dense_steps, total=total),
-            **choices,
-        )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "dense": False})
-        self._check_groups()
         self.workers = Workers(group)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        with building(self.workers):
+            checks.number("bucket_bytes", bucket_bytes, low=1)
+            self._set_limits(max_norm, nonfinite)
+            total = ASSUMED_STEPS if total_steps is None else total_steps
+            checks.number("total_steps", total, low=1)
+            self.options = ScapeOptions(
+                density=density,
+                dense_steps=checks.steps("dense_steps", dense_steps, total=total),
+                **choices,
+            )
+            super().__init__(params, {**defaults, "dense": False})
+            layout = self._lay_out(bucket_bytes, dense_ndim)
         if 0 < dense_steps < 1 and total_steps is None and self.workers.rank == 0:
             log.warning(_ASSUMED, dense_steps, self.options.dense_steps)
-        self._params, chosen = trained(self)
-        held = take_seat(self.workers, chosen)
-        layout = build(
-            held,
-            world=self.workers.size,
-            bucket_bytes=bucket_bytes,
-            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
-        )
-        self._check_params(held)
-        require_same_start(self.workers, layout, self._params)
+        self._require_same(layout, {**asdict(self.options), "overlap": overlap})
         self.count = torch.zeros((), dtype=torch.int64)
         self.buckets = Buckets(
-            layout,
-            self._params,
-            self.workers,
-            overlap=overlap,
-            active=lambda: self.is_dense(int(self.count)),
+            layout, self._params, self.workers, overlap=overlap, active=_DenseNext(self)
         )
         family = Drift if self.options.unsent == "local" else Frozen
         with torch.no_grad():
@@ -143,8 +148,28 @@ class Scape(OwnedOptimizer):
         self.state["scape"] = self._tensors()  # type: ignore[index]
         self.seal()
 
+    def _lay_out(self, bucket_bytes: int, dense_ndim: int) -> Layout:
+        """The layout of the trained parameters, after a check of groups and parameters."""
+        self._check_groups()
+        self._params, chosen = trained(self)
+        held = take_seat(self.workers, chosen)
+        self._check_params(held)
+        return build(
+            held,
+            world=self.workers.size,
+            bucket_bytes=bucket_bytes,
+            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
+        )
+
     def _check_groups(self) -> None:
-        for own in self.param_groups:
+        for g, own in enumerate(self.param_groups):
+            for name in ("maximize", *_FOR_ALL):
+                if own.get(name):
+                    raise checks.OptionError(
+                        f"parameter group {g} has {name}={own[name]!r}, and groups have their own "
+                        "lr, betas, eps, weight_decay and dense only; give what is for all groups "
+                        "to Scape itself, and build one optimizer for each otherwise"
+                    )
             checks.number("lr", float(own["lr"]), low=0.0)
             checks.betas(own["betas"])
             checks.number("eps", own["eps"], low=0.0)
@@ -183,7 +208,7 @@ class Scape(OwnedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all workers; returns the closure's loss, if one is given."""
-        loss = read_closure(closure)
+        loss = self.begin(closure)
         step = int(self.count)
         moved = self._dense_step(step) if self.is_dense(step) else self._sparse_step(step)
         self.buckets.finish()
@@ -274,9 +299,10 @@ class Scape(OwnedOptimizer):
         self.buckets.drop()
         saved = state_dict["state"].get("scape")
         here = self._tensors()
-        with self.workers.together():
+        with loading(self.workers):
             self._require_own(saved, here)
-            load_groups(self.param_groups, state_dict["param_groups"])
+            require_groups(self.param_groups, state_dict["param_groups"])
+        load_groups(self.param_groups, state_dict["param_groups"])
         for key, tensor in here.items():
             tensor.copy_(saved[key])
         self.restored()
