@@ -81,7 +81,9 @@ def require_same_options(
     advice = "give every worker the same options"
     workers.same("the set of options", digest(repr(list(texts))), advice=advice)
     rows = workers.table([float(digest(text)) for text in texts.values()])
-    differ = [name for name, column in zip(texts, rows.T.tolist(), strict=True) if len({*column}) > 1]
+    differ = [
+        name for name, column in zip(texts, rows.T.tolist(), strict=True) if len({*column}) > 1
+    ]
     what = f"the option {differ[0]} (here {texts[differ[0]]})" if differ else "an option"
     workers.same(what, digest(repr(texts)), advice=advice)
     if workers.inner is not None:

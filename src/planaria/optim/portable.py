@@ -68,9 +68,7 @@ def load(optimizer: Owner, saved: dict[str, Any]) -> None:
     _spread(optimizer, columns)
 
 
-def _read(
-    optimizer: Owner, columns: Columns, saved: dict[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
+def _read(optimizer: Owner, columns: Columns, saved: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Pairs of what is loaded: where it goes, and it."""
     found: list[tuple[Tensor, Tensor]] = []
     layout, rank = optimizer.buckets.layout, optimizer.workers.rank

@@ -49,21 +49,6 @@ _FOR_ALL = tuple(field.name for field in fields(ScapeOptions))
 log = logging.getLogger(__name__)
 
 
-class _DenseNext:
-    """Whether an optimizer's next step is dense.
-
-    It does not keep the optimizer: in a cycle a dropped one would live on, and send gradients on
-    one worker, until the collector of garbage comes by there.
-    """
-
-    def __init__(self, optimizer: Scape) -> None:
-        self.optimizer = weakref.ref(optimizer)
-
-    def __call__(self) -> bool:
-        optimizer = self.optimizer()
-        return optimizer is not None and optimizer.is_dense(int(optimizer.count))
-
-
 class Scape(OwnedOptimizer):
     """AdamS that sends ``density`` of the weights each step; at density 1 it is dense AdamS.
 
@@ -138,8 +123,14 @@ class Scape(OwnedOptimizer):
             log.warning(_ASSUMED, dense_steps, self.options.dense_steps)
         self._require_same(layout, {**asdict(self.options), "overlap": overlap})
         self.count = torch.zeros((), dtype=torch.int64)
+        # Not kept by its own buckets: a dropped optimizer's memory is free at once then.
+        me = weakref.proxy(self)
         self.buckets = Buckets(
-            layout, self._params, self.workers, overlap=overlap, active=_DenseNext(self)
+            layout,
+            self._params,
+            self.workers,
+            overlap=overlap,
+            active=lambda: me.is_dense(int(me.count)),
         )
         family = Drift if self.options.unsent == "local" else Frozen
         with torch.no_grad():
