@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from planaria.optim import checks
 from planaria.optim.buckets import Buckets
 from planaria.optim.collectives import Workers, checksum
-from planaria.optim.layout import Layout, Slot, digest, local_shape
+from planaria.optim.layout import Layout, Slot, fingerprint, local_shape
 from planaria.optim.placement import local, seat
 
 BUCKET_BYTES = 8 << 20
@@ -79,13 +79,13 @@ def require_same_options(
         every |= {f"{k} of group {g}": v for k, v in group.items() if not k.startswith("param")}
     texts = {name: repr(_plain(every[name])) for name in sorted(every)}
     advice = "give every worker the same options"
-    workers.same("the set of options", digest(repr(list(texts))), advice=advice)
-    rows = workers.table([float(digest(text)) for text in texts.values()])
+    workers.same("the set of options", fingerprint(repr(list(texts))), advice=advice)
+    rows = workers.table([float(fingerprint(text)) for text in texts.values()])
     differ = [
         name for name, column in zip(texts, rows.T.tolist(), strict=True) if len({*column}) > 1
     ]
     what = f"the option {differ[0]} (here {texts[differ[0]]})" if differ else "an option"
-    workers.same(what, digest(repr(texts)), advice=advice)
+    workers.same(what, fingerprint(repr(texts)), advice=advice)
     if workers.inner is not None:
         require_same_options(workers.inner, options, groups)
 
@@ -194,12 +194,21 @@ class Agreement:
     """What all workers found about their gradients before anything is changed."""
 
     def __init__(
-        self, workers: Workers, *, changed: bool, stray: int, square: float, digest: int
+        self,
+        workers: Workers,
+        *,
+        changed: bool,
+        stray: int,
+        square: float,
+        digest: int,
+        rates: int,
     ) -> None:
         """``stray``: a parameter that is not trained and has a gradient, or -1; ``square``: sum of
-        squares of this worker's part; ``digest``: equal on equal replicas.
+        squares of this worker's part; ``digest``: equal on equal replicas; ``rates``: equal where
+        learning rates are.
         """
-        table = workers.table([float(changed + 2 * (stray + 1)), square, float(digest)])
+        first = float(changed + 2 * (stray + 1))
+        table = workers.table([first, square, float(digest), float(rates)])
         flags = table[:, 0].to(torch.int64)
         self.changed = bool((flags % 2).any())
         self.stray = int((flags // 2).max()) - 1
@@ -207,17 +216,19 @@ class Agreement:
         self.bad = [r for r, v in enumerate(table[:, 1].tolist()) if not math.isfinite(v)]
         self.digests = [int(v) for v in table[:, 2].tolist()]
         self.differ = len(set(self.digests)) > 1
+        self.rates_differ = len(set(table[:, 3].tolist())) > 1
         if workers.inner is None:
             return
         # The node's other shards decide with this one.
         bad = self.bad[0] if self.bad else -1
-        own = [self.changed, self.square, bad, self.differ, self.stray]
+        own = [self.changed, self.square, bad, self.differ, self.stray, self.rates_differ]
         rows = workers.inner.table([float(value) for value in own])
         self.changed = bool(rows[:, 0].any())
         self.square = float(rows[:, 1].sum())
         self.bad = sorted({int(v) for v in rows[:, 2].tolist() if v >= 0})
         self.differ = bool(rows[:, 3].any())
         self.stray = int(rows[:, 4].max())
+        self.rates_differ = bool(rows[:, 5].any())
 
     @property
     def norm(self) -> float:
@@ -325,6 +336,9 @@ class OwnedOptimizer(Optimizer):
     def begin(self, closure: Callable[[], float] | None) -> float | None:
         """The loss of a step's closure; afterwards gradients are as they would be without a scaler."""
         loss = read_closure(closure)
+        if hasattr(self, "found_inf"):
+            # The scaler's kernel changes gradients without counting their versions up (torch 2.13).
+            self.buckets.edited()
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             # Each worker's scale is its own, so its gradients are unscaled before they are added up.
@@ -361,7 +375,11 @@ class OwnedOptimizer(Optimizer):
             stray=max((i for i in self._untrained if _has_gradient(self._params[i])), default=-1),
             square=square(grads),
             digest=digest,
+            rates=fingerprint(repr(self._rates())),
         )
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.param_groups if "lr" in group]
 
     def accept(self, agreed: Agreement) -> bool:
         """Whether the step goes on; keeps the norm. Raises where the user asked for that.
@@ -373,6 +391,12 @@ class OwnedOptimizer(Optimizer):
             raise checks.OptionError(
                 f"parameter {agreed.stray} has a gradient, but was frozen when the optimizer was "
                 "built and is not trained by it; build a new one when it is no longer frozen"
+            )
+        if agreed.rates_differ:
+            listed = ", ".join(f"{rate:g}" for rate in self._rates())
+            raise checks.ReplicaError(
+                f"the learning rate differs between workers (here {listed}); step the scheduler on "
+                "every worker alike, and where it follows a loss by the loss of all of them"
             )
         if agreed.bad and self.nonfinite == "raise" and not hasattr(self, "found_inf"):
             raise checks.GradientError(

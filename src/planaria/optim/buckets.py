@@ -141,6 +141,10 @@ class Buckets:
         for b in range(len(self._works), len(self.layout.buckets)):
             self._send(b)
 
+    def edited(self) -> None:
+        """Notes that gradients were changed where their versions may not tell."""
+        self._stale = self._stale or bool(self._works)
+
     def changed(self) -> bool:
         """Whether a gradient was changed after its bucket had left."""
         if self._stale:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-def digest(text: str) -> int:
+def fingerprint(text: str) -> int:
     """A number below 2**52, exact in a float64, that differs where texts do."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 
@@ -113,7 +113,7 @@ class Layout:
 
     def digest(self) -> int:
         """A number below 2**52 that is equal where the layout is (exact in a float64)."""
-        return digest(repr((self.world, self.buckets)))
+        return fingerprint(repr((self.world, self.buckets)))
 
 
 def build(
