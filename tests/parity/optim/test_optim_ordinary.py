@@ -382,3 +382,74 @@ def test_a_copy_is_refused_and_not_half_made(copying: Callable[[Any], Any]) -> N
             f"{type(optimizer).__name__} is tied to a process group and cannot be copied or "
             "pickled; build another one and load this one's state_dict() into it"
         )
+
+
+RARE: tuple[dict[str, Any], ...] = (
+    {"k_scope": "bucket", "refresh": 2},
+    {"k_scope": "tensor", "wire": "int4", "after_send": "clear"},
+    {"statistic": "gradient"},
+    {"statistic": "gradient", "refresh": 3, "buffer": "feedback", "k_scope": "tensor"},
+    {"statistic": "cycle", "refresh": 3, "scale_cap": 50.0},
+    {"unsent": "moved", "wire": "int4", "statistic": "momentum"},
+    {"unsent": "local", "average_moments": False, "wire": "int4"},
+)
+
+
+def rare_worker(rank: int, world: int) -> list[bool]:
+    """Replicas are compared before each step; the state goes on in another optimizer."""
+
+    def train(optimizer: Any, params: list[nn.Parameter], span: range) -> list[torch.Tensor]:
+        for step in span:
+            optimizer.zero_grad()
+            give(params, gradients(step, rank))
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    found = []
+    for choices in RARE:
+        options = {"density": 0.1, "dense_steps": 2, "check_every": 1, "bucket_bytes": 300}
+        pair = []
+        for _ in range(2):
+            params = parameters()
+            pair.append((Scape(params, lr=1e-2, **options, **choices), params))
+        (first, params), (second, others) = pair
+        train(first, params, range(4))
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        with torch.no_grad():
+            for other, param in zip(others, params, strict=True):
+                other.copy_(param)
+        span = range(4, 9)
+        found.append(all(map(torch.equal, train(first, params, span), train(second, others, span))))
+    return found
+
+
+def test_rare_choices_keep_replicas_equal_and_resume_to_the_bit() -> None:
+    assert good(run(rare_worker, 2)) == [[True] * len(RARE)] * 2
+
+
+def dense_group_worker(rank: int, world: int) -> Any:
+    params = parameters()
+    optimizer = Scape([{"params": params[:1], "dense": True}, {"params": params[1:]}], density=0.1)
+    give(params, gradients(0, rank))
+    optimizer.step()
+    coarse = parameters()
+    other = Sharded(torch.optim.SGD, coarse, lr=1.0, reduce_dtype=torch.bfloat16)
+    give(coarse, gradients(0, rank))
+    other.step()
+    return params[0].detach(), params[4].detach(), [p.detach() for p in coarse]
+
+
+def test_a_dense_group_moves_densely_and_gradients_may_be_reduced_in_few_bits() -> None:
+    means = [(a + b) / 2 for a, b in zip(gradients(0, 0), gradients(0, 1), strict=True)]
+    dense = parameters()
+    for param, mean in zip(dense, means, strict=True):
+        param.grad = mean
+    AdamS(dense).step()
+    for whole, sparse, coarse in good(run(dense_group_worker, 2)):
+        assert torch.equal(whole, dense[0])
+        changed = float((sparse != parameters()[4]).float().mean())
+        assert 0 < changed < 0.5
+        for found, start, mean in zip(coarse, parameters(), means, strict=True):
+            # Two gradients, a sum and a mean are rounded to 8 bits: 2^-9 of sizes below 16 each.
+            torch.testing.assert_close(found, start.detach() - mean, rtol=0, atol=4 * 16 * 2**-9)
+            assert not torch.equal(found, start.detach() - mean)
