@@ -91,7 +91,7 @@ class Scape(OwnedOptimizer):
         params: ParamsT,
         *,
         lr: float | Tensor = 1e-3,
-        group: DeviceMesh | dist.ProcessGroup | None = None,
+        group: Workers | DeviceMesh | dist.ProcessGroup | None = None,
         density: float = 0.01,
         betas: tuple[float, float] = DEFAULT_BETAS,
         eps: float = DEFAULT_EPS,
@@ -105,7 +105,7 @@ class Scape(OwnedOptimizer):
         overlap: bool = True,
         **choices: Any,
     ) -> None:
-        self.workers = Workers(group)
+        self.workers = Workers.of(group)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         with building(self.workers):
             checks.number("bucket_bytes", bucket_bytes, low=1)

@@ -88,7 +88,7 @@ class Sharded(OwnedOptimizer):
         optimizer_class: Callable[..., Optimizer],
         params: ParamsT,
         *,
-        group: DeviceMesh | dist.ProcessGroup | None = None,
+        group: Workers | DeviceMesh | dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         max_norm: float | None = None,
@@ -96,7 +96,7 @@ class Sharded(OwnedOptimizer):
         reduce_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        self.workers = Workers(group)
+        self.workers = Workers.of(group)
         with building(self.workers):
             checks.number("bucket_bytes", bucket_bytes, low=1)
             self._set_limits(max_norm, nonfinite)
