@@ -132,6 +132,7 @@ class Scape(OwnedOptimizer):
             overlap=overlap,
             active=lambda: me.is_dense(int(me.count)),
         )
+        self._lent = False
         family = Drift if self.options.unsent == "local" else Frozen
         with torch.no_grad():
             self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
@@ -199,6 +200,11 @@ class Scape(OwnedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all workers; returns the closure's loss, if one is given."""
+        if self._lent:
+            raise checks.OptionError(
+                "step() is called inside mean_model(), whose end puts the weights back that this "
+                "worker had before; leave it first"
+            )
         loss = self.begin(closure)
         step = int(self.count)
         moved = self._dense_step(step) if self.is_dense(step) else self._sparse_step(step)
@@ -255,6 +261,7 @@ class Scape(OwnedOptimizer):
     def mean_model(self) -> Generator[None]:
         """Inside it the parameters hold the mean over the workers; entering is collective."""
         means = self.mean_weights()
+        self._lent = bool(means)
         with torch.no_grad():
             kept = [param.detach().clone() for param, _ in means]
             for param, mean in means:
@@ -262,6 +269,7 @@ class Scape(OwnedOptimizer):
         try:
             yield
         finally:
+            self._lent = False
             with torch.no_grad():
                 for (param, _), own in zip(means, kept, strict=True):
                     param.copy_(own)

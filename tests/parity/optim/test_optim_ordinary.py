@@ -351,6 +351,28 @@ def test_a_state_of_parameters_that_were_updated_unequally_often_is_refused() ->
     )
 
 
+def anchors_worker(rank: int, world: int) -> list[str]:
+    params = parameters()
+    optimizer: Any = Scape(params, density=0.1, unsent="local", check_every=2)
+    give(params, gradients(0, rank))
+    optimizer.step()
+    with optimizer.mean_model():
+        inside = attempt(optimizer.step)
+    optimizer.step()
+    if rank == 1:
+        optimizer.family.anchor[3] += 1
+    return [inside, attempt(optimizer.step)]
+
+
+def test_anchors_are_compared_and_a_lent_model_is_not_trained() -> None:
+    for inside, differing in good(run(anchors_worker, 2)):
+        assert inside == (
+            "OptionError: step() is called inside mean_model(), whose end puts the weights back "
+            "that this worker had before; leave it first"
+        )
+        assert differing.startswith("ReplicaError: before step 2 masks or weights differ between")
+
+
 def test_a_cycle_reaches_every_weight_whatever_the_distance_of_two_masks() -> None:
     param = nn.Parameter(torch.ones(20, 20))
     optimizer = Scape([param], density=0.1, statistic="cycle", refresh=5, wire="float32")
