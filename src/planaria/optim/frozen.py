@@ -396,9 +396,12 @@ class Frozen:
         )
 
     def _cycle(self, step: int) -> Tensor:
+        # One phase after the other, whatever the distance of two masks: in larger strides some
+        # columns would never have their turn.
+        phase = step // self.options.refresh
         return torch.cat(
             [
-                begin + masks.every(end - begin, count, phase=step)
+                begin + masks.every(end - begin, count, phase=phase)
                 for begin, end, count in self.segments
             ]
         ).to(self.m.device)

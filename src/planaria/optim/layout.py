@@ -21,6 +21,11 @@ import torch
 from torch import Tensor
 
 
+def fingerprint(text: str) -> int:
+    """A number below 2**52, exact in a float64, that differs where texts do."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
+
+
 @dataclass(frozen=True)
 class Slot:
     """Place of one parameter in its bucket."""
@@ -108,8 +113,7 @@ class Layout:
 
     def digest(self) -> int:
         """A number below 2**52 that is equal where the layout is (exact in a float64)."""
-        raw = repr((self.world, self.buckets)).encode()
-        return int.from_bytes(hashlib.sha256(raw).digest()[:8], "big") >> 12
+        return fingerprint(repr((self.world, self.buckets)))
 
 
 def build(
