@@ -222,7 +222,8 @@ def update_all(
 def _update_fused(triples: Sequence[Triple], rule: Rule) -> None:
     """As :func:`update_all`, for tensors on CPU that are all float32 or all float64."""
     largest = max(w.numel() for w, _, _ in triples)
-    rooms = triples[0][0].new_empty(2, max(SMALL, min(BLOCK, largest)))
+    rows = 1 if rule.scale is None else 2
+    rooms = triples[0][0].new_empty(rows, max(SMALL, min(BLOCK, largest)))
     rest: list[Triple] = []
     for w, g, m in triples:
         flat = _flat((w, g, m))
@@ -254,12 +255,14 @@ def _kernel(flat: Triple, rooms: Tensor, rule: Rule) -> None:
     (beta1, beta2), scale = rule.betas, rule.scale
     # A step's number at which AdamW's corrections of bias are exactly 1.
     late = torch.tensor(1e30)
-    for w, g, m in zip(*(t.split(rooms.shape[1]) for t in flat), strict=True):
-        squares, scaled = rooms[:, : w.numel()].unbind()
+    size = rooms.shape[1]
+    blocks = [flat] if flat[0].numel() <= size else zip(*(t.split(size) for t in flat), strict=True)
+    for w, g, m in blocks:
+        squares = rooms[0, : w.numel()]
         torch.mul(m, m, out=squares)
         torch._fused_adamw_(
             [w],
-            [g if scale is None else torch.mul(g, scale, out=scaled)],
+            [g if scale is None else torch.mul(g, scale, out=rooms[1, : w.numel()])],
             [m],
             [squares],
             [],
@@ -278,6 +281,8 @@ def _kernel(flat: Triple, rooms: Tensor, rule: Rule) -> None:
 
 def _flat(tensors: Triple) -> Triple | None:
     """Flat views of the three in the order of their memory; ``None`` where that is not the same."""
+    if all(t.ndim == 1 and t.is_contiguous() for t in tensors):
+        return tensors
     order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)
     w, g, m = (t.permute(order) for t in tensors)
     if w.is_contiguous() and g.is_contiguous() and m.is_contiguous():

@@ -55,11 +55,15 @@ def decode(sent_NB: Tensor, count: int, wire: str, *, dtype: torch.dtype) -> Ten
     scales = sent_NB[:, : 4 * blocks].clone(memory_format=torch.contiguous_format)
     scales_NC = scales.view(-1).view(torch.float32).view(rows, blocks)
     codes = sent_NB[:, 4 * blocks :]
+    whole = torch.empty(rows, blocks * BLOCK, dtype=dtype, device=sent_NB.device)
     if wire == "int8":
-        whole = codes.view(torch.int8).to(dtype)
+        whole[:, :count] = codes.view(torch.int8)
+        whole[:, count:] = 0
     else:
-        whole = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1).to(dtype).sub_(8)
-        whole = whole[:, :count]
-    padded = torch.nn.functional.pad(whole, (0, blocks * BLOCK - count))
-    scaled = padded.view(rows, blocks, BLOCK) * scales_NC.to(dtype).unsqueeze(-1)
-    return scaled.view(rows, -1)[:, :count]
+        pairs = whole[:, : 2 * codes.shape[1]].unflatten(1, (-1, 2))
+        pairs[..., 0] = codes & 15
+        pairs[..., 1] = codes >> 4
+        whole[:, :count].sub_(8)
+        whole[:, count:] = 0
+    whole.view(rows, blocks, BLOCK).mul_(scales_NC.to(dtype).unsqueeze(-1))
+    return whole[:, :count]

@@ -58,6 +58,7 @@ def test_the_kernel_is_the_rule_within_a_last_place(dtype: torch.dtype) -> None:
     assert ((fast - slow).abs() <= 2 * unit).all()
     assert (fast != slow).double().mean() < 0.1
 
+
 FACTORIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW_foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True, "amsgrad": True}),
