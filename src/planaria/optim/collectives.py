@@ -66,6 +66,11 @@ class Workers:
                     "this process is not a member of group; build the optimizer only on members"
                 )
 
+    @staticmethod
+    def of(group: Workers | DeviceMesh | dist.ProcessGroup | None) -> Workers:
+        """The workers of a group; the same ones where they are given themselves."""
+        return group if isinstance(group, Workers) else Workers(group)
+
     def mesh(self, device_type: str) -> DeviceMesh | None:
         """A mesh over the group, for DTensor; ``None`` where nothing is initialised."""
         if self._mesh is None and self.group is not None:

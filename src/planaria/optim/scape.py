@@ -87,7 +87,7 @@ class Scape(OwnedOptimizer):
         params: ParamsT,
         *,
         lr: float | Tensor = 1e-3,
-        group: DeviceMesh | dist.ProcessGroup | None = None,
+        group: Workers | DeviceMesh | dist.ProcessGroup | None = None,
         density: float = 0.01,
         betas: tuple[float, float] = DEFAULT_BETAS,
         eps: float = DEFAULT_EPS,
@@ -115,7 +115,7 @@ class Scape(OwnedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "dense": False})
         self._check_groups()
-        self.workers = Workers(group)
+        self.workers = Workers.of(group)
         if 0 < dense_steps < 1 and total_steps is None and self.workers.rank == 0:
             log.warning(_ASSUMED, dense_steps, self.options.dense_steps)
         self._params, chosen = trained(self)

@@ -88,7 +88,7 @@ class Sharded(OwnedOptimizer):
         optimizer_class: Callable[..., Optimizer],
         params: ParamsT,
         *,
-        group: DeviceMesh | dist.ProcessGroup | None = None,
+        group: Workers | DeviceMesh | dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         max_norm: float | None = None,
@@ -101,7 +101,7 @@ class Sharded(OwnedOptimizer):
         self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
         self.norm = math.nan
         super().__init__(params, {})
-        self.workers = Workers(group)
+        self.workers = Workers.of(group)
         self._params, chosen = trained(self)
         layout = build(
             take_seat(self.workers, chosen),
