@@ -59,8 +59,8 @@ def setup(
     if family in SCAPE:
         options |= {"density": density, "unsent": family, "total_steps": total_steps}
         return model, Scape(groups, lr=lr, max_norm=clip, check_every=0, group=group, **options)
-    for group in groups:
-        del group["dense"]
+    for own in groups:
+        del own["dense"]
     if family == "adams":
         return model, Sharded(AdamS, groups, lr=lr, max_norm=clip, group=group)
     if family == "adamw":
