@@ -34,7 +34,7 @@ from planaria.optim.sharded import Sharded
 STACKS = ((1, 64), (24, 64), (6, 448))
 """Layers and width of what is measured: little, many tensors, many weights (1.2 million)."""
 
-TURNS = 15
+TURNS = 9
 
 SWEPT = 4 << 20
 """Numbers that are touched before a step, so that it finds as little in the cache as in training."""

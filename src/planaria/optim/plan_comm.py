@@ -253,9 +253,8 @@ def plan(
     found: list[Estimate] = []
     for method, density in methods(densities):
         own = (measured or {}).get((method, density))
-        if own is not None:
-            job = replace(job, dense_arithmetic=own, sparse_arithmetic=own)
-        length = seconds(job, link, method, density)
+        what = job if own is None else replace(job, dense_arithmetic=own, sparse_arithmetic=own)
+        length = seconds(what, link, method, density)
         found.append(
             Estimate(
                 method=method,
