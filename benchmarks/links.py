@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -106,9 +107,10 @@ def timed(action: Any, beside: Any, *, times: int, empty: float) -> tuple[float,
         beside.table([0.0])
         before, begin = sent_bytes(), time.perf_counter()
         action()
-        sent.append(sent_bytes() - before)
         beside.table([0.0])
         seconds.append(time.perf_counter() - begin)
+        # Only now, since what was handed over may not have left.
+        sent.append(sent_bytes() - before)
     return max(0.0, statistics.median(seconds[1:]) - empty), statistics.mean(sent[1:])
 
 
@@ -193,9 +195,9 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
     for method in args.methods:
         model.load_state_dict(state)
-        # Both are measured beside every method, since the machine's speed may drift.
-        compute = calibrate.together(backward, beside, turns=args.steps, empty=latency)
-        found: dict[str, Any] = {"kind": method, "compute": compute}
+        # Before and after every method, since the machine's speed may drift.
+        before = calibrate.together(backward, beside, turns=args.steps, empty=latency)
+        found: dict[str, Any] = {"kind": method}
         if plannable(method):
             own = calibrate.arithmetic(
                 lambda model, workers, name=method: setup(name, model, lr=1e-3, group=workers)[1],
@@ -213,8 +215,12 @@ def work(rank: int, args: argparse.Namespace) -> None:
             optimizer.step()
 
         seconds, sent = steady(step, args.steps)
-        rows.append({**found, "seconds": seconds, "bytes": sent})
+        # The optimizer's hooks go with it; they would send gradients.
         del module, optimizer, step
+        gc.collect()
+        after = calibrate.together(backward, beside, turns=args.steps, empty=latency)
+        found |= {"compute": (before + after) / 2, "seconds": seconds, "bytes": sent}
+        rows.append(found)
     params = sum(p.numel() for p in model.parameters())
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     if rank == 0:
@@ -304,7 +310,8 @@ def predicted(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
     if "arithmetic" in row:
         away = 1 - 1 / row["workers"]
         for kind in ("exchange", "gather"):
-            alone = [r for r in rows if r["kind"] == kind and r["mbit"] == row["mbit"]]
+            same = ("network", "batch", "workers", "mbit")
+            alone = [r for r in rows if r["kind"] == kind and all(r[k] == row[k] for k in same)]
             found = sorted((r["size"] * away, r["seconds"]) for r in alone)
             points[f"{kind}s"] = tuple(found)
     link = Link(mbit=row["mbit"] or LOOPBACK, latency=row["latency"], **points)
@@ -355,6 +362,21 @@ def collectives(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def within(rows: list[dict[str, Any]]) -> list[str]:
+    """How many steps lie how near to what was predicted, among those with measured arithmetic."""
+    pairs = [(row, predicted(row, rows)) for row in rows if "arithmetic" in row]
+    offs = sorted(abs(guess / row["seconds"] - 1) for row, guess in pairs if guess)
+    if not offs:
+        return []
+    near = sum(off <= 0.15 for off in offs)
+    middle = statistics.median(offs)
+    return [
+        f"{near} of {len(offs)} steps lie within 15 % of what is predicted; the median is {middle:.0%}, "
+        f"the largest {offs[-1]:.0%}.",
+        "",
+    ]
+
+
 def page(rows: list[dict[str, Any]]) -> list[str]:
     """The results as a Markdown page."""
     loads = sorted(row.get("load", 0) for row in rows)
@@ -369,6 +391,7 @@ def page(rows: list[dict[str, Any]]) -> list[str]:
         "it, the optimizer's arithmetic on three other models, and single collectives. "
         "`benchmarks/links.py` makes this page.",
         "",
+        *within(rows),
         f"Load averages at these measurements were {loads[0]:g} to {loads[-1]:g}, of which four are "
         "the workers'. Above that, times are those of a busy machine and the plan, which knows "
         "nothing of others, is too short for them; bytes do not depend on it.",

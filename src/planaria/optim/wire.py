@@ -36,14 +36,17 @@ def encode(values_NK: Tensor, wire: str) -> Tensor:
     scales_NC1 = blocks_NCk.abs().amax(-1, keepdim=True).float().div_(levels)
     # A block of zeros has no scale; its values are zero whatever they are divided by.
     units = torch.where(scales_NC1 > 0, scales_NC1, torch.ones_like(scales_NC1))
-    whole = (blocks_NCk / units).round_().clamp_(-levels, levels).view(rows, -1)[:, :count]
+    # In place, since padding made a copy.
+    whole = blocks_NCk.div_(units).round_().clamp_(-levels, levels).view(rows, -1)
+    length = count if wire == "int8" else math.ceil(count / 2)
+    sent = torch.empty(rows, 4 * blocks + length, dtype=torch.uint8, device=whole.device)
+    sent[:, : 4 * blocks] = scales_NC1.view(rows, blocks).view(torch.uint8)
     if wire == "int8":
-        codes = whole.to(torch.int8).view(torch.uint8)
+        sent[:, 4 * blocks :].view(torch.int8).copy_(whole[:, :count])
     else:
-        low_high = torch.nn.functional.pad(whole, (0, count % 2)).add_(8).to(torch.uint8)
-        codes = low_high[:, 0::2] | (low_high[:, 1::2] << 4)
-    scales = scales_NC1.view(rows, blocks).view(torch.uint8)
-    return torch.cat([scales, codes], dim=1)
+        low_high = whole[:, : 2 * length].add_(8).to(torch.uint8)
+        torch.bitwise_or(low_high[:, 0::2], low_high[:, 1::2] << 4, out=sent[:, 4 * blocks :])
+    return sent
 
 
 def decode(sent_NB: Tensor, count: int, wire: str, *, dtype: torch.dtype) -> Tensor:
