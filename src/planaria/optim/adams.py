@@ -226,15 +226,14 @@ def _update_fused(triples: Sequence[Triple], rule: Rule) -> None:
     rooms = triples[0][0].new_empty(rows, max(SMALL, min(BLOCK, largest)))
     rest: list[Triple] = []
     for w, g, m in triples:
-        flat = _flat((w, g, m))
-        # The kernel rounds the last few elements, which fill no vector, now and then otherwise than
-        # all others. So those are done below, together with small tensors.
-        whole = w.numel() - w.numel() % LANES if flat and w.numel() > SMALL else 0
+        flat = _flat((w, g, m)) if w.numel() > SMALL else None
         if flat is None:
             rest.append((w, g, m))
             continue
-        if whole:
-            _kernel((flat[0][:whole], flat[1][:whole], flat[2][:whole]), rooms, rule)
+        # The kernel rounds the last few elements, which fill no vector, now and then otherwise than
+        # all others. So those are done below, together with small tensors.
+        whole = w.numel() - w.numel() % LANES
+        _kernel((flat[0][:whole], flat[1][:whole], flat[2][:whole]), rooms, rule)
         if whole < w.numel():
             rest.append((flat[0][whole:], flat[1][whole:], flat[2][whole:]))
     if not rest:
