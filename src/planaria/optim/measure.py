@@ -21,11 +21,14 @@ def here(
 ) -> tuple[float, Measured]:
     """Latency in seconds, and arithmetic of the methods and densities in ``rows``.
 
-    ``processes`` workers of a group of ``workers`` run on this machine at once, over loopback.
+    ``processes`` workers of a group of ``workers`` run on this machine at once, over loopback, each
+    with the threads that ``OMP_NUM_THREADS`` gives it, else one.
 
     Errors: :class:`planaria.errors.CommError` where one of them fails, with its last line.
     """
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    # As the launcher gives them to workers.
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = max(1, int(given)) if given.isdecimal() else 1
     asked = {"processes": processes, "workers": workers, "rows": rows, "threads": threads}
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:

@@ -310,7 +310,10 @@ def test_the_command_prints_a_table_and_advice(capsys: pytest.CaptureFixture[str
     assert lines[-1].startswith("It pays: ")
 
 
-def test_a_measurement_on_this_machine_enters_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_on_this_machine_enters_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = PlanComm(params=1_000_000, workers=2, mbit=1e6, compute=1e-3, densities=(), measure=1)
     assert command.run() == 0
     lines = capsys.readouterr().out.splitlines()
