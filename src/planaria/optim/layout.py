@@ -41,7 +41,7 @@ class Slot:
     offset: int
     """First column of the parameter in its bucket."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter, without padding."""
         return math.prod(self.shape)
@@ -101,6 +101,20 @@ class Layout:
     def sparse_width(self) -> int:
         """Columns of those buckets."""
         return sum(bucket.width for bucket in self.buckets if not bucket.dense)
+
+    @cached_property
+    def spans(self) -> list[list[tuple[Slot, int, int, int]]]:
+        """For each owner and sparse slot: the slot, its first column, the column behind the owner's
+        part, and what a column is less than the element that lies there.
+        """
+        found: list[list[tuple[Slot, int, int, int]]] = [[] for _ in range(self.world)]
+        for bucket in self.buckets[: self.sparse]:
+            for slot in bucket.slots:
+                begin = bucket.begin + slot.offset
+                for owner, spans in enumerate(found):
+                    first, last = slot.part(owner)
+                    spans.append((slot, begin, begin + last - first, first - begin))
+        return found
 
     @cached_property
     def place(self) -> dict[int, tuple[int, int]]:
