@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import io
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
 import planaria
-from planaria import capabilities
+from planaria import capabilities, helptext
 from planaria.errors import PlanariaError, UserError
 
 _FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
@@ -101,7 +101,7 @@ class Run:
 class Join:
     """Add warm spares to a living run: planaria join OUT|HOST:PORT [options] -- train.py [args]."""
 
-    target: tyro.conf.Positional[str]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT|HOST:PORT")]
     """The run's folder, or HOST:PORT of its coordinator."""
     token_file: Path | None = None
     """File with the run's token; needed with HOST:PORT."""
@@ -141,7 +141,7 @@ class Join:
 class Status:
     """Show who holds which shard of a living run, its generation, and whether it is protected."""
 
-    target: tyro.conf.Positional[str]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT|HOST:PORT")]
     """The run's folder, or HOST:PORT of its coordinator."""
     token_file: Path | None = None
     """File with the run's token; needed with HOST:PORT."""
@@ -307,7 +307,8 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
         group = arguments[0] if arguments[:1] and arguments[0] in groups else ""
-        return lambda: _help(group)
+        # A group alone is a command that is not finished, unlike planaria alone.
+        return lambda: _help(group, asked=len(arguments) != 1 or not group)
     chosen = _choose(arguments)
     rest = arguments[len(chosen.words) :]
     kind = chosen.load()
@@ -344,17 +345,17 @@ def _choose(arguments: list[str]) -> Command:
     raise UserError(f"{given!r} is no command of {whole}; {hint}")
 
 
-def _help(group: str = "") -> int:
-    """All commands, or those of ``group``."""
+def _help(group: str = "", *, asked: bool = True) -> int:
+    """All commands, or those of ``group``; where nobody ``asked`` it is an error's text."""
     known = [c for c in commands() if not group or c.words[0] == group]
     width = max(len(" ".join(c.words)) for c in known)
     lines = [f"  planaria {' '.join(c.words):<{width}}  {c.summary}" for c in known]
-    sys.stdout.write(
+    (sys.stdout if asked else sys.stderr).write(
         "PyTorch jobs that regrow what they lose.\n\n"
         + "\n".join(lines)
         + "\n\nplanaria COMMAND --help tells more; --version; --debug COMMAND shows tracebacks.\n"
     )
-    return 0
+    return 0 if asked else 2
 
 
 def split(arguments: Sequence[str], command: type) -> tuple[list[str], list[str]]:
@@ -398,14 +399,20 @@ def _flags(command: type) -> tuple[set[str], int]:
 
 def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     """The command that ``arguments`` describe; a wrong one becomes a one-line error."""
-    said = io.StringIO()
+    said, shown = helptext.paper(), helptext.paper()
+    prog = f"planaria {' '.join(command.words)}"
+    width = min(shutil.get_terminal_size().columns, 100)
     try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, prog=f"planaria {' '.join(command.words)}", args=arguments)
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown), helptext.drawn():
+            return tyro.cli(kind, prog=prog, args=arguments)
     except SystemExit as error:
         if error.code in (0, None):  # --help
+            sys.stdout.write(helptext.tidy(helptext.read(shown), width=width))
             raise
-        raise UserError(_renamed(one_line(said.getvalue()), kind)) from None
+        absent = helptext.missing(helptext.read(said))
+        if absent:
+            raise UserError(f"{prog} needs {' and '.join(absent)}; run {prog} --help") from None
+        raise UserError(_renamed(one_line(helptext.read(said)), kind)) from None
 
 
 _ELSEWHERE = {

@@ -34,6 +34,14 @@ LINES = [
         "'xyzzy' is no command of planaria; choose one of run, join, status, doctor, demo, "
         "train, plan-comm, faith, slide",
     ),
+    (
+        ["faith", "score"],
+        "planaria faith score needs PATH and --out PATH; run planaria faith score --help",
+    ),
+    (
+        ["slide", "tile", "a"],
+        "planaria slide tile needs --out PATH; run planaria slide tile --help",
+    ),
     (["train", "lm"], "'lm' is no command of planaria train; did you mean llm?"),
     (["run"], "no script given; write planaria run [options] train.py [its arguments]"),
     (
@@ -123,8 +131,7 @@ LINES = [
     ),
     (
         ["join", "--", "SCRIPT"],
-        "Missing from planaria join: STR The run's folder, or HOST:PORT of its coordinator. "
-        "(required); run planaria join --help",
+        "planaria join needs OUT|HOST:PORT; run planaria join --help",
     ),
     (
         ["join", "nowhere", "SCRIPT"],
@@ -275,6 +282,14 @@ def test_help_of_a_group_names_its_commands_only(capsys: pytest.CaptureFixture[s
     assert code == 0
     assert "planaria slide tile" in out
     assert "planaria run" not in out
+
+
+def test_a_group_alone_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for group, first in (("faith", "score"), ("slide", "info"), ("train", "llm")):
+        code, out, err = run(capsys, group)
+        assert (code, out) == (2, "")
+        assert f"planaria {group} {first}" in err
+        assert "planaria run" not in err
 
 
 def test_names_of_other_trainers_lead_to_ours(capsys: pytest.CaptureFixture[str]) -> None:

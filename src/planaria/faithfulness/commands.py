@@ -41,7 +41,7 @@ from planaria.faithfulness.meta import (
 from planaria.faithfulness.readers import Problem, Read, read_chains, read_questions
 from planaria.faithfulness.run import Estimate, Report, journaled, write_json
 from planaria.faithfulness.select import Candidate, Selection, evaluate
-from planaria.faithfulness.store import Journal, Spending
+from planaria.faithfulness.store import Journal, Spending, writable
 from planaria.faithfulness.view import write_page, write_selection
 
 File = Annotated[Path, tyro.conf.Positional]
@@ -131,6 +131,10 @@ class Select:
     certainty: bool = False
     """Ask the sampled model for log-probabilities, for the rule self_certainty."""
 
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"-n is {self.n}: give the number of chains per question, from 1 on")
+
     async def run(self, note: Note) -> list[str]:
         """Sample if asked to, score, choose, write ``selection.json``."""
         spending = self.judging.spending(self.model)
@@ -201,7 +205,7 @@ class Select:
         from planaria.faithfulness.sampling import sample_chains
 
         note(f"sampling {self.n} chains for each of {len(questions)} questions")
-        self.out.mkdir(parents=True, exist_ok=True)
+        writable(self.out / "samples.jsonl")
         model = model_named(
             self.model,
             connections=self.judging.connections,
@@ -260,12 +264,18 @@ class Meta:
     noise: float = 0.0
     """Noise test: this share of the chains gets one known error each, and those are the labels."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise <= 1:
+            raise ConfigError(f"--noise is {self.noise}: give a share from 0 to 1")
+
     async def run(self, note: Note) -> list[str]:
         """Score and compare with the labels."""
         read = _read(self.labelled, self.judging)
         chains = self._chains(read)
         if self.judging.dry_run:
             return [*_problems(read.problems), *await dry(chains, self.judging)]
+        if self.json is not None:
+            writable(self.json)
         spending = self.judging.spending()
         judge = judge_named(self.judging.judge, judging=self.judging)
         async with closing(judge):
@@ -300,8 +310,6 @@ class Meta:
     def _chains(self, read: Read) -> Sequence[Chain]:
         if not self.noise:
             return read.chains
-        if not 0 <= self.noise <= 1:
-            raise ConfigError(f"--noise is {self.noise}: give a share from 0 to 1")
         sound = [c for c in read.chains if not c.labels.flawed and c.labels.correct is not False]
         if not sound:
             raise ConfigError("--noise needs chains that are not wrong already, and there are none")
@@ -319,6 +327,9 @@ class Exemplars:
     """How many, one a question."""
     out: Path | None = None
     """Folder of the run, to go on with it later."""
+
+    def __post_init__(self) -> None:
+        few_shot.check(self.k)
 
     async def run(self, note: Note) -> list[str]:
         """Score, pick, print."""

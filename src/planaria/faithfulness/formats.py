@@ -104,6 +104,14 @@ def text_of(row: Row, names: tuple[str, ...]) -> str | None:
     return None
 
 
+def _list_of(row: Row, name: str) -> tuple[str, ...]:
+    """Texts of a field that must be a list: a text would fall apart into its letters."""
+    value = row[name]
+    if not isinstance(value, list):
+        raise DataError(f"{name} is {str(value)[:40]!r}: give a list of steps")
+    return tuple(map(str, value))
+
+
 def _required(row: Row, names: tuple[str, ...], what: str) -> str:
     value = text_of(row, names)
     if value is None:
@@ -249,7 +257,7 @@ def _math(row: Row) -> list[Chain]:
 
 def _bbm(row: Row) -> list[Chain]:
     index = row["mistake_index"]
-    steps = tuple(str(step) for step in row["steps"])
+    steps = _list_of(row, "steps")
     target, answer = str(row["target"]), text_of(row, ("answer",))
     equality = answers_equal(answer, target)
     return [
@@ -270,12 +278,12 @@ def _bbm(row: Row) -> list[Chain]:
 
 def _prmbench(row: Row) -> list[Chain]:
     # ``idx`` is not unique: one question has a row for each class of error.
-    pair = digest(str(row["original_question"]), *map(str, row["modified_process"]))
+    modified = _list_of(row, "modified_process")
+    pair = digest(str(row["original_question"]), *modified)
     if row.get("idx"):
         pair = f"{row['idx']}-{row.get('classification') or pair}"
     errors = tuple(sorted({int(step) - 1 for step in row["error_steps"]}))
     changed = row["original_question"] != row["modified_question"]
-    modified = tuple(str(step) for step in row["modified_process"])
     inside = tuple(index for index in errors if 0 <= index < len(modified))
     notes: list[str] = []
     if changed:
@@ -290,7 +298,7 @@ def _prmbench(row: Row) -> list[Chain]:
     }
     original = Chain(
         question=str(row["original_question"]),
-        steps=tuple(str(step) for step in row["original_process"]),
+        steps=_list_of(row, "original_process"),
         id=f"{pair}/original",
         labels=Labels(steps_labelled=True),
         **common,
@@ -309,7 +317,7 @@ def _prmbench(row: Row) -> list[Chain]:
 
 def _processbench(row: Row) -> list[Chain]:
     label = int(row["label"])
-    steps = tuple(str(step) for step in row["steps"])
+    steps = _list_of(row, "steps")
     return [
         Chain(
             question=str(row["problem"]),

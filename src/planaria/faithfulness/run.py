@@ -35,6 +35,7 @@ from planaria.faithfulness.store import (
     JournaledPerturber,
     Limits,
     Spending,
+    writing,
 )
 
 Progress = Callable[["Tick"], None]
@@ -205,11 +206,8 @@ def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: 
         config["preset"] = preset
     path = out / "config.json"
     if path.is_file():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            before = {}
-        different = sorted(k for k in {*config, *before} if before.get(k) != config.get(k))
+        before = _config(path)
+        different = _differences(before, config)
         if different:
             raise ConfigError(
                 f"{out} holds a run with another {', '.join(different)}: choose another --out or "
@@ -226,21 +224,55 @@ def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: 
     write_json(out / "prompts.json", prompts.templates())
 
 
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} cannot be read, so nobody knows what {path.parent} holds: choose another --out "
+            "or remove that folder"
+        )
+    return found
+
+
+def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """Names of the values that differ, each with both, groups of values by their parts."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys: list[Any] = sorted({*before, *now})
+        return [
+            text for key in keys for text in _differences(before.get(key), now.get(key), str(key))
+        ]
+    return [] if before == now else [f"{name} ({_short(before)}, now {_short(now)})"]
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Written beside and moved, so that a reader never sees half of it."""
+    """Written beside and moved, so that a reader never sees half of it.
+
+    Raises :class:`~planaria.errors.DataError` where it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 def write_report(report: Report, out: Path) -> None:
     """``scores.jsonl``, one chain a line, and ``report.json``."""
-    out.mkdir(parents=True, exist_ok=True)
     temporary = out / f".scores.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as stream:
-        for score in report.scores:
-            stream.write(json.dumps(score_row(score), ensure_ascii=False) + "\n")
-    temporary.replace(out / "scores.jsonl")
+    with writing(out / "scores.jsonl"):
+        out.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as stream:
+            for score in report.scores:
+                stream.write(json.dumps(score_row(score), ensure_ascii=False) + "\n")
+        temporary.replace(out / "scores.jsonl")
     write_json(out / "report.json", report.row())
 
 
