@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 DRAWN = 120
 """Columns that tyro draws in: with 130 and more it sets boxes side by side."""
@@ -144,5 +145,5 @@ def _row(name: str, said: str, *, width: int) -> Iterator[str]:
         yield from filter(None, lines)
 
 
-def _indents(columns: int) -> dict[str, str]:
+def _indents(columns: int) -> dict[str, Any]:
     return {"initial_indent": " " * columns, "subsequent_indent": " " * columns}

@@ -372,10 +372,9 @@ def execute(command: Command, *, note: Note | None = None) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and run; errors are one line on standard error. Returns the exit code."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="planaria faith", args=list(sys.argv[1:] if arguments is None else arguments)
-    )
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="planaria faith", args=words)
         lines = execute(command, note=lambda line: sys.stderr.write(line + "\n"))
     except PlanariaError as error:
         sys.stderr.write(f"{error}\n")
