@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -16,13 +17,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from planaria.errors import ConfigError, PlanariaError
+from planaria.errors import ConfigError, DataError, PlanariaError
 from planaria.faithfulness import exemplars as few_shot
 from planaria.faithfulness import prices, prompts
 from planaria.faithfulness.chains import Chain, Question
 from planaria.faithfulness.combine import LEAST_QUESTIONS, cross_fit
 from planaria.faithfulness.judges.models import closing
-from planaria.faithfulness.judges.protocol import Compare
+from planaria.faithfulness.judges.protocol import Compare, Outcome
 from planaria.faithfulness.judging import (
     Judging,
     Note,
@@ -39,7 +40,7 @@ from planaria.faithfulness.meta import (
     pairs_of,
 )
 from planaria.faithfulness.readers import Problem, Read, read_chains, read_questions
-from planaria.faithfulness.run import Estimate, Report, journaled, write_json
+from planaria.faithfulness.run import Estimate, Report, counted, journaled, write_json
 from planaria.faithfulness.select import Candidate, Selection, evaluate
 from planaria.faithfulness.store import Journal, Spending, writable
 from planaria.faithfulness.view import write_page, write_selection
@@ -63,7 +64,7 @@ def _read(path: Path, judging: Judging, *, format: str = "auto") -> Read:
 def _problems(problems: Sequence[Problem]) -> list[str]:
     if not problems:
         return []
-    lines = [f"{len(problems)} rows were left out:"]
+    lines = [f"{counted(len(problems), 'row')} left out:"]
     return lines + [f"  {problem}" for problem in problems[:5]]
 
 
@@ -75,9 +76,34 @@ def _summary(report: Report) -> list[str]:
         "faithfulness": "F*",
         "reliability": "R",
     }
-    lines = [f"{names[k]:5} {v} over {v.n} chains" for k, v in report.means.items()]
+    lines = [
+        f"{names[k]:5} {v} over {counted(v.n, 'chain')}" for k, v in report.means.items() if v.n
+    ]
     states = ", ".join(f"{count} {name}" for name, count in report.states.items() if count)
-    return [*lines, f"chains: {states}"]
+    lines.append(f"chains: {states}")
+    failures = _failures(report)
+    if failures:
+        lines.append(
+            f"{counted(len(failures), 'request')} failed, most often for: "
+            + Counter(failures).most_common(1)[0][0]
+        )
+    if report.dropped:
+        lines.append(
+            f"{counted(report.dropped, 'line')} of answers.jsonl could not be read and "
+            f"{'was' if report.dropped == 1 else 'were'} asked for again"
+        )
+    return lines
+
+
+def _failures(report: Report) -> list[str]:
+    """Why requests of a report failed."""
+    verdicts = (
+        verdict
+        for score in report.scores
+        for verdict in (*score.supports, *(v for c in score.contrasts for v in c.verdicts))
+    )
+    steps = (s.reason for score in report.scores for s in score.steps if s.outcome == "failed")
+    return [v.reason for v in verdicts if v.outcome is Outcome.FAILED] + list(steps)
 
 
 @dataclass(frozen=True)
@@ -101,9 +127,9 @@ class Score:
         broken = sum(score.breaks_at is not None for score in report.scores)
         return [
             *_problems(read.problems),
-            f"{len(read.chains)} chains ({read.format})",
+            f"{counted(len(read.chains), 'chain')} ({read.format})",
             *_summary(report),
-            f"{broken} of {len(read.chains)} chains with a step that is held to be wrong",
+            f"{broken} of {counted(len(read.chains), 'chain')} with a step that is held to be wrong",
             f"written to {self.out}; see it with: planaria faith view {self.out}",
         ]
 
@@ -149,7 +175,7 @@ class Select:
             chains, certainties, failures = await self._sample(questions, spending, note)
             lines += failures
         else:
-            read = _read(self.questions, self.judging)
+            read = self._chains()
             chains, lines = list(read.chains), _problems(read.problems)
             if self.judging.dry_run:
                 return [*lines, *await dry(chains, self.judging)]
@@ -178,6 +204,22 @@ class Select:
         write_selection([selection_row(one) for one in found], self.out)
         lines += [f"{one.rule:16} {one.accuracy}  gain {one.gain}" for one in found]
         return [*lines, *_summary(report)]
+
+    def _chains(self) -> Read:
+        """The chains of the file; one that holds questions only says what is missing."""
+        try:
+            return _read(self.questions, self.judging)
+        except DataError:
+            try:
+                questions, _ = read_questions(file_named(self.questions))
+            except DataError:
+                questions = []
+            if not questions:
+                raise
+            raise ConfigError(
+                f"{self.questions} holds {counted(len(questions), 'question')} and no chain: name a "
+                "model to sample chains from with --model, such as vllm/… or embedded"
+            ) from None
 
     async def _dry(self, questions: Sequence[Question]) -> list[str]:
         """Sampling, and scoring of chains of six steps of eighty characters."""
@@ -229,7 +271,7 @@ class Select:
             )
         lines: list[str] = []
         if sampled.failures:
-            lines.append(f"{len(sampled.failures)} chains could not be sampled:")
+            lines.append(f"{counted(len(sampled.failures), 'chain')} could not be sampled:")
             lines += [f"  {failure}" for failure in sampled.failures[:5]]
         if not sampled.chains:
             raise ConfigError(
@@ -300,8 +342,8 @@ class Meta:
             lines.append(f"{'pair_accuracy':28} {accuracy} over {accuracy.n}, {silent} left out")
         if found.unexplained:
             lines.append(
-                f"{len(found.unexplained)} chains have a wrong answer and no labelled mistake: "
-                + ", ".join(found.unexplained[:20])
+                f"wrong answer and no labelled mistake in "
+                f"{counted(len(found.unexplained), 'chain')}: " + ", ".join(found.unexplained[:20])
             )
         if self.json is not None:
             write_json(self.json, row)
@@ -309,6 +351,13 @@ class Meta:
 
     def _chains(self, read: Read) -> Sequence[Chain]:
         if not self.noise:
+            labels = [c.labels for c in read.chains]
+            if all(one.flawed is None and one.correct is None for one in labels):
+                raise DataError(
+                    f"{self.labelled} has no labels to compare with: give rows wrong_steps (a list "
+                    "of 0-based indices), correct (true or false) or a reference answer, or use "
+                    "--noise 0.3"
+                )
             return read.chains
         sound = [c for c in read.chains if not c.labels.flawed and c.labels.correct is not False]
         if not sound:

@@ -21,6 +21,7 @@ from planaria.faithfulness.run import (
     Outline,
     Report,
     Tick,
+    counted,
     estimate_cost,
     score_chains,
 )
@@ -301,7 +302,7 @@ async def dry(
         else f"${total.money:.2f}"
     )
     return [
-        f"{len(chains)} chains would ask at most {total.calls} calls",
+        f"{counted(len(chains), 'chain')} would ask at most {counted(total.calls, 'call')}",
         f"about {total.input_tokens} input and {total.output_tokens} output tokens",
         f"cost: {money}",
     ]

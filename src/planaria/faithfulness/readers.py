@@ -25,6 +25,8 @@ from planaria.faithfulness.formats import (
     text_of,
 )
 
+_ESCAPED = re.compile("[\udc80-\udcff]")
+"""Bytes that are no UTF-8, as the file's text holds them."""
 Converter: TypeAlias = Callable[[Row], list[Chain]]
 
 
@@ -134,12 +136,18 @@ def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
     text = _text(file)
     whole = _whole(text)
     if whole is not None:
+        if not text.isascii() and _ESCAPED.search(text):
+            raise DataError(f"{file.name} is not in UTF-8: save it as UTF-8")
         for number, row in enumerate(whole, start=1):
             yield number, (row if isinstance(row, dict) else f"{str(row)[:40]!r} is no object")
         return
     # Not splitlines: JSON may hold U+2028 and its kin inside a line.
     for number, line in enumerate(re.split("\r\n|\n|\r", text), start=1):
         if not line.strip():
+            continue
+        if not line.isascii() and (wrong := _ESCAPED.search(line)):
+            byte = ord(wrong.group()) - 0xDC00
+            yield number, f"not in UTF-8 (byte 0x{byte:02x}); save the file as UTF-8"
             continue
         try:
             row = json.loads(line)
@@ -156,7 +164,9 @@ def _text(file: Path) -> str:
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}): check its rights") from error
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return data.decode("utf-16" if utf16 else "utf-8-sig", errors="replace")
+    if utf16:
+        return data.decode("utf-16", errors="replace")
+    return data.decode("utf-8-sig", errors="surrogateescape")
 
 
 def _whole(text: str) -> list[Any] | None:

@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ from planaria.faithfulness.store import (
     Spending,
     writing,
 )
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 chain``, ``2 chains``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
 
 Progress = Callable[["Tick"], None]
 
@@ -66,10 +72,10 @@ class Tick:
 
     def line(self) -> str:
         """In words; calls and money only where a judge has been called."""
-        said = f"{self.done}/{self.total} chains"
+        said = f"{self.done}/{counted(self.total, 'chain')}"
         left = f"about {self.remaining_seconds:.0f} s" if self.done < self.total else ""
         if self.usage.calls:
-            said += f", {self.usage.calls} calls, ${self.usage.money:.2f} spent"
+            said += f", {counted(self.usage.calls, 'call')}, ${self.usage.money:.2f} spent"
             left += f" and ${self.remaining_money:.2f}" if left else ""
         return f"{said}, {left} to go" if left else said
 
@@ -89,6 +95,8 @@ class Report:
     """Chains by state: scored, without C, without F, unscored, truncated, without an answer."""
     means: dict[str, Interval] = field(default_factory=dict)
     """C, F, null, F* and R over the chains that have them, by question."""
+    dropped: int = 0
+    """Lines of the journal that could not be read; their answers were asked for again."""
 
     def row(self) -> dict[str, Any]:
         """As JSON, without the chains."""
@@ -98,6 +106,7 @@ class Report:
             "counts": self.counts,
             "means": {name: interval.row() for name, interval in self.means.items()},
             "usage": asdict(self.usage),
+            "dropped": self.dropped,
         }
 
 
@@ -172,6 +181,7 @@ async def score_chains(
     workers = min(concurrency, len(chains)) if getattr(judge, "concurrent", False) else 1
     await asyncio.gather(*(worker() for _ in range(max(1, workers))))
     report = report_of(correct([score for score in results if score is not None]), spending.usage)
+    report = replace(report, dropped=journal.dropped)
     if out is not None:
         write_report(report, out)
     return report
@@ -416,6 +426,7 @@ __all__ = [
     "Report",
     "Tick",
     "claim",
+    "counted",
     "estimate_cost",
     "journaled",
     "report_of",

@@ -205,7 +205,7 @@ def test_the_command_line(tmp_path: Path, chain: Chain, capsys: pytest.CaptureFi
     out = tmp_path / "run"
     assert main(["score", str(path), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "1 rows were left out:" in said
+    assert "1 row left out:" in said
     assert " chains with a step that is held to be wrong" in said
     assert main(["view", str(out)]) == 0
     assert (out / "view.html").is_file()
