@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from planaria.errors import DataError
-from planaria.faithfulness.answers import Equality, answers_equal, find_answer
+from planaria.faithfulness.answers import STATED, Equality, answers_equal, find_answer
 from planaria.faithfulness.chains import Chain, Labels, Question, digest
 from planaria.faithfulness.segment import looks_cut, segment, split_thinking
 
@@ -79,7 +79,8 @@ def steps_of(text: str) -> tuple[str, ...]:
 
 
 _ONLY_ANSWER = re.compile(
-    r"(?:####|\*{0,2}(?:final\s+)?answer\*{0,2}\s*[:：=]|A:)\s*\S.{0,80}", re.IGNORECASE
+    rf"(?:####|\*{{0,2}}(?:final\s+)?answer\*{{0,2}}\s*[:：=]|A:|{STATED})\s*\S.{{0,80}}",
+    re.IGNORECASE,
 )
 
 

@@ -96,6 +96,10 @@ class Perturber(Protocol):
         ...
 
 
+MAX_CHARS = 500_000
+"""Longest continuation that rules look through."""
+
+
 class RulePerturber:
     """The five kinds by rules and the paraphrase, without a model."""
 
@@ -110,6 +114,9 @@ def perturb(task: Task) -> Perturbed:
     """One alternative by rules; deterministic in the task."""
     if not any(step.strip() for step in task.continuation):
         return Perturbed(steps=None, reason="the continuation is empty")
+    size = sum(map(len, task.continuation))
+    if size > MAX_CHARS:
+        return Perturbed(steps=None, reason=f"a continuation of {size} characters is too long")
     if task.kind is Kind.PARAPHRASE:
         from planaria.faithfulness.paraphrase import paraphrase  # it imports this module
 
