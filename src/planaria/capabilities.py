@@ -105,7 +105,13 @@ def _of(module: str, name: str) -> Callable[[], Any]:
 def _run_faith(command: Any) -> int:
     from planaria.faithfulness.commands import execute
 
-    lines = execute(command, note=lambda line: _say(line, to=sys.stderr))
+    try:
+        lines = execute(command, note=lambda line: _say(line, to=sys.stderr))
+    except KeyboardInterrupt:
+        out = getattr(command, "out", None)
+        kept = f"the answers are in {out}; the same command goes on" if out else "nothing is kept"
+        _say(f"planaria: stopped; {kept}", to=sys.stderr)
+        return 130
     _say("\n".join(lines))
     return 0
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from planaria.errors import ConfigError, DataError, PlanariaError
+from planaria.errors import ConfigError, DataError, PlanariaError, RunError
 from planaria.faithfulness import exemplars as few_shot
 from planaria.faithfulness import prices, prompts
 from planaria.faithfulness.chains import Chain, Question
@@ -80,13 +80,25 @@ def _summary(report: Report) -> list[str]:
         f"{names[k]:5} {v} over {counted(v.n, 'chain')}" for k, v in report.means.items() if v.n
     ]
     states = ", ".join(f"{count} {name}" for name, count in report.states.items() if count)
-    lines.append(f"chains: {states}")
-    failures = _failures(report)
-    if failures:
-        lines.append(
-            f"{counted(len(failures), 'request')} failed, most often for: "
-            + Counter(failures).most_common(1)[0][0]
-        )
+    return [*lines, f"chains: {states}", *_troubles(report)]
+
+
+def _troubles(report: Report) -> list[str]:
+    """What did not go well, one line each.
+
+    Raises :class:`~planaria.errors.RunError` where requests failed and nothing at all was scored.
+    """
+    lines: list[str] = []
+    failed = _reasons(report, Outcome.FAILED)
+    if failed:
+        lines.append(f"{counted(failed.total(), 'request')} failed, {_most(failed)}")
+        if not report.states["scored"]:
+            raise RunError(
+                f"no chain could be scored: {lines[-1]}; mend that and start the same command again"
+            )
+    unread = _reasons(report, Outcome.UNPARSED)
+    if unread:
+        lines.append(f"{counted(unread.total(), 'answer')} could not be read, {_most(unread)}")
     if report.dropped:
         lines.append(
             f"{counted(report.dropped, 'line')} of answers.jsonl could not be read and "
@@ -95,15 +107,18 @@ def _summary(report: Report) -> list[str]:
     return lines
 
 
-def _failures(report: Report) -> list[str]:
-    """Why requests of a report failed."""
-    verdicts = (
-        verdict
-        for score in report.scores
-        for verdict in (*score.supports, *(v for c in score.contrasts for v in c.verdicts))
-    )
-    steps = (s.reason for score in report.scores for s in score.steps if s.outcome == "failed")
-    return [v.reason for v in verdicts if v.outcome is Outcome.FAILED] + list(steps)
+def _reasons(report: Report, outcome: Outcome) -> Counter[str]:
+    """Why requests of a report had this outcome."""
+    found: Counter[str] = Counter()
+    for score in report.scores:
+        verdicts = (*score.supports, *(v for c in score.contrasts for v in c.verdicts))
+        found.update(v.reason for v in verdicts if v.outcome is outcome)
+        found.update(s.reason for s in score.steps if s.outcome == outcome.value)
+    return found
+
+
+def _most(reasons: Counter[str]) -> str:
+    return f"most often for: {reasons.most_common(1)[0][0]}"
 
 
 @dataclass(frozen=True)
@@ -246,7 +261,9 @@ class Select:
         from planaria.faithfulness.judges.models import ModelSettings, model_named
         from planaria.faithfulness.sampling import sample_chains
 
-        note(f"sampling {self.n} chains for each of {len(questions)} questions")
+        note(
+            f"sampling {counted(self.n, 'chain')} for each of {counted(len(questions), 'question')}"
+        )
         writable(self.out / "samples.jsonl")
         model = model_named(
             self.model,
@@ -330,6 +347,7 @@ class Meta:
                 journal = Journal(self.out / "answers.jsonl" if self.out else None)
                 kept = journaled(judge, journal, spending)
                 values = await judge_pairs(pairs, judge=kept)
+        troubles = _troubles(report)
         found = meta_evaluate(report.scores, seed=self.judging.seed)
         row: dict[str, Any] = found.row()
         lines = [
@@ -347,7 +365,7 @@ class Meta:
             )
         if self.json is not None:
             write_json(self.json, row)
-        return [*_problems(read.problems), *lines]
+        return [*_problems(read.problems), *lines, *troubles]
 
     def _chains(self, read: Read) -> Sequence[Chain]:
         if not self.noise:
@@ -385,7 +403,14 @@ class Exemplars:
         read = _read(self.chains, self.judging)
         if self.judging.dry_run:
             return await dry(read.chains, self.judging)
+        questions = len({chain.question_id for chain in read.chains})
+        if questions < self.k:
+            raise DataError(
+                f"{self.chains} holds chains of {counted(questions, 'question')}, and each gives one "
+                f"example: lower -k, which is {self.k}"
+            )
         report = await scored(read.chains, self.judging, out=self.out, note=note)
+        _troubles(report)
         return [few_shot.render(few_shot.pick(report.scores, self.k)).rstrip("\n")]
 
 

@@ -306,7 +306,11 @@ def _swap(task: Task, rng: random.Random) -> Perturbed:
                     return _replaced(
                         task, index, [(match.start(), match.end(), rng.choice(others))]
                     )
-    pool = [n.value for n in find_numbers(" ".join((task.question, *task.prefix))) if not n.word]
+    pool = [
+        n.value
+        for n in find_numbers(" ".join((task.question, *task.prefix))[:MAX_CHARS])
+        if not n.word
+    ]
     for index, step in steps:
         numbers = [n for n in find_numbers(step) if not n.word and n.value.denominator == 1]
         rng.shuffle(numbers)

@@ -71,11 +71,13 @@ class Tick:
         return self.usage.money / self.done * (self.total - self.done) if self.done else 0.0
 
     def line(self) -> str:
-        """In words; calls and money only where a judge has been called."""
+        """In words; calls only where a judge has been called, money where its price is known."""
         said = f"{self.done}/{counted(self.total, 'chain')}"
         left = f"about {self.remaining_seconds:.0f} s" if self.done < self.total else ""
         if self.usage.calls:
-            said += f", {counted(self.usage.calls, 'call')}, ${self.usage.money:.2f} spent"
+            said += f", {counted(self.usage.calls, 'call')}"
+        if self.usage.money:  # without a price nobody knows what was spent
+            said += f", ${self.usage.money:.2f} spent"
             left += f" and ${self.remaining_money:.2f}" if left else ""
         return f"{said}, {left} to go" if left else said
 
