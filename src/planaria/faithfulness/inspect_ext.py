@@ -9,6 +9,7 @@ calculator judges, without a perturber rules perturb.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState, generate
 
+from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
 from planaria.faithfulness.chains import Chain, Labels, Question
 from planaria.faithfulness.estimate import score_chain
@@ -51,6 +53,8 @@ def fact_e(
 
     ``data`` is a file that :func:`~planaria.faithfulness.readers.read_questions` reads.
     """
+    if n < 1:
+        raise ConfigError(f"n is {n}: give the number of chains per question, from 1 on")
     questions, _ = read_questions(Path(data), limit=limit)
     samples = [
         Sample(
@@ -73,7 +77,8 @@ def fact_e(
 def fact_e_scorer(splits: int = 3, trials: int = 3, seed: int = 0) -> Scorer:
     """C, F*, R and correctness of each completion; steps and contrasts in the metadata.
 
-    A score that could not be had is absent from the value and named in the explanation.
+    A score that could not be had is NaN, which Inspect leaves out of every mean, and named in the
+    explanation: all samples need the same keys.
     """
     settings = Settings(splits=splits, trials=trials, seed=seed)
 
@@ -102,7 +107,7 @@ def fact_e_scorer(splits: int = 3, trials: int = 3, seed: int = 0) -> Scorer:
         missing = [name for name, value in values.items() if value is None]
         notes = [*result.notes, *(f"{name} could not be had" for name in missing)]
         return Score(
-            value={name: value for name, value in values.items() if value is not None},
+            value={name: math.nan if value is None else value for name, value in values.items()},
             answer=chain.answer,
             explanation="; ".join(notes) or None,
             metadata={"fact_e": score_row(result)},
@@ -134,9 +139,8 @@ def fact_e_select() -> ScoreReducer:
         value: dict[str, float] = {}
         dicts = [s.value if isinstance(s.value, dict) else {} for s in scores]
         for name in KEYS:
-            known = [float(str(d[name])) for d in dicts if d.get(name) is not None]
-            if known:
-                value[name] = sum(known) / len(known)
+            known = [v for v in (_known(d.get(name)) for d in dicts) if v is not None]
+            value[name] = sum(known) / len(known) if known else math.nan
         candidates = [_candidate(score, d) for score, d in zip(scores, dicts, strict=True)]
         for name, rule in (
             ("select_argmax_r", argmax_reliability),
@@ -148,27 +152,29 @@ def fact_e_select() -> ScoreReducer:
                 for share, c in zip(shares, candidates, strict=True)
                 if c.chain.labels.correct is not None
             )
-            if known:
-                right = sum(
-                    share
-                    for share, c in zip(shares, candidates, strict=True)
-                    if c.chain.labels.correct
-                )
-                value[name] = right / known
+            right = sum(
+                share for share, c in zip(shares, candidates, strict=True) if c.chain.labels.correct
+            )
+            value[name] = right / known if known else math.nan
         return Score(value=dict(value))
 
     return reduce
 
 
 def _candidate(score: Score, value: dict[str, Any]) -> Candidate:
-    correct = value.get("correct")
+    correct = _known(value.get("correct"))
     chain = Chain(
         question="?",
         steps=(),
         answer=score.answer,
-        labels=Labels(correct=None if correct is None else float(correct) > 0.5),
+        labels=Labels(correct=None if correct is None else correct > 0.5),
     )
-    return Candidate(chain=chain, reliability=value.get("reliability"))
+    return Candidate(chain=chain, reliability=_known(value.get("reliability")))
+
+
+def _known(value: Any) -> float | None:
+    """A score as a number; None where it could not be had."""
+    return None if value is None or math.isnan(float(value)) else float(value)
 
 
 @modelapi(name="planaria")
