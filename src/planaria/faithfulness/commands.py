@@ -101,8 +101,8 @@ def _troubles(report: Report) -> list[str]:
         lines.append(f"{counted(unread.total(), 'answer')} could not be read, {_most(unread)}")
     if report.dropped:
         lines.append(
-            f"{counted(report.dropped, 'line')} of answers.jsonl could not be read and "
-            f"{'was' if report.dropped == 1 else 'were'} asked for again"
+            f"{counted(report.dropped, 'line')} of answers.jsonl could not be read; what they said was "
+            "asked for again"
         )
     return lines
 
