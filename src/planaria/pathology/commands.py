@@ -38,9 +38,10 @@ class Info:
     """One JSON object per slide instead of lines."""
 
     def run(self, say: Say) -> int:
-        """0 where every slide could be opened, else 1."""
+        """0 unless no slide at all could be opened, as for the other commands."""
         failed = 0
-        for path in find_slides(self.slides):
+        paths = find_slides(self.slides)
+        for path in paths:
             try:
                 slide = open_slide(path, mpp=self.mpp)
             except PlanariaError as error:
@@ -59,7 +60,9 @@ class Info:
                 for key, value in facts.items():
                     say(f"{key:<12} {plain(value)}")
                 say("")
-        return int(failed > 0)
+        if failed and len(paths) > 1:
+            sys.stderr.write(f"{failed} of {len(paths)} slides failed\n")
+        return int(failed == len(paths))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,14 +219,27 @@ def process(
         outcomes.append(outcome)
         say(f"[{number}/{len(slides)}] {path.name}: {outcome.status}: {outcome.detail}")
     summary = Summary(outcomes=tuple(outcomes))
-    with atomic(out / "summary.csv") as temporary, temporary.open("w", newline="") as file:
+    try:
+        _write_summary(out / "summary.csv", outcomes, note=note)
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: summary.csv cannot be written ({error.strerror}): free space, then start "
+            "the same command again; what is done stays done"
+        ) from None
+    say(summary.line())
+    return summary
+
+
+def _write_summary(path: Path, outcomes: Sequence[Outcome], *, note: str) -> None:
+    with (
+        atomic(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors="replace") as file,
+    ):
         writer = csv.writer(file)
         more = ["note"] if note else []
         writer.writerow(["slide", "status", "detail", *more])
         more = [note] if note else []
         writer.writerows([o.slide.name, o.status, o.detail, *more] for o in outcomes)
-    say(summary.line())
-    return summary
 
 
 def _one(

@@ -13,7 +13,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from planaria.errors import ConfigError, DataError
+from planaria.errors import ConfigError, DataError, UserError
 from planaria.pathology.boards import BoardConfig
 from planaria.pathology.commands import Tile, main
 from planaria.pathology.slides import open_slide
@@ -142,7 +142,9 @@ def test_links_to_nowhere_folders_and_full_disks_end_one_slide(
     monkeypatch.setattr(Path, "replace", full)
     (tmp_path / "out" / "good" / "tiles.json").unlink()
     lines.clear()
-    with pytest.raises(OSError, match="No space left"):  # the summary cannot be written, either
+    with pytest.raises(
+        UserError, match=r"summary.csv cannot be written \(No space left on device\): f"
+    ):
         Tile(slides=(folder,), out=tmp_path / "out", px=128).run(lines.append)
     assert "good.tif: failed: good.tif: [Errno 28] No space left on device" in lines[1]
 

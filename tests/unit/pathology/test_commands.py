@@ -33,7 +33,8 @@ def test_info_says_what_is_known(cmu: Path, capsys: pytest.CaptureFixture[str]) 
 def test_info_goes_on_after_a_broken_slide(cmu: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.svs").write_text("no slide")
     lines: list[str] = []
-    assert Info(slides=(tmp_path / "bad.svs", cmu)).run(lines.append) == 1
+    assert Info(slides=(tmp_path / "bad.svs", cmu)).run(lines.append) == 0
+    assert Info(slides=(tmp_path / "bad.svs",)).run([].append) == 1
     assert lines[0].startswith("bad.svs: no reader knows this file")
     assert "resolution   0.499 µm/px from openslide.mpp-x" in lines
 
