@@ -71,7 +71,8 @@ class Summary:
     def line(self) -> str:
         """The counts as a sentence."""
         parts = [f"{self.counts.get(key, 0)} {key}" for key in ("done", "unchanged", "empty")]
-        return f"{len(self.outcomes)} slides: {', '.join(parts)}, {self.counts.get('failed', 0)} failed"
+        slides = "1 slide" if len(self.outcomes) == 1 else f"{len(self.outcomes)} slides"
+        return f"{slides}: {', '.join(parts)}, {self.counts.get('failed', 0)} failed"
 
 
 def find_slides(paths: Sequence[Path]) -> list[Path]:
@@ -149,6 +150,8 @@ def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, flo
     columns, rows = read_csv(path)
     if not {"slide", "mpp"} <= set(columns):
         raise DataError(f"{path.name}: columns are {columns}; needs slide and mpp")
+    if len(set(columns)) < len(columns):
+        raise DataError(f"{path.name}: columns are {columns}; each once")
     names = {path.name: path.stem for path in slides} | {path.stem: path.stem for path in slides}
     table: dict[str, float] = {}
     notes: list[str] = []
@@ -273,7 +276,8 @@ def _one(
 
 def _marked(path: Path, *, key: str) -> str | None:
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return str(facts.get("detail")) if facts.get("digest") == key else None
+    mine = isinstance(facts, dict) and facts.get("digest") == key
+    return str(facts.get("detail")) if mine else None
