@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import difflib
 import logging
-import re
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,13 @@ import tyro
 import planaria
 from planaria import capabilities, helptext
 from planaria.errors import PlanariaError, UserError
+from planaria.wording import one_line, renamed
 
-_FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
+_INJECT = (
+    "Fault for tests: kill:worker=W,step=S,phase=P or stop:…; node=N in the place of worker=W hits a "
+    "whole machine. Phases: data, forward, backward, collective, optimizer, capture, replicate, "
+    "commit. May be given several times."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +53,11 @@ class Launching:
     """Replace a lost worker by a fresh warm spare."""
     max_restarts: int = 3
     """How often a script that never joins may be started anew as a whole."""
-    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Fault for tests, kill:worker=W,step=S,phase=P or stop:…; may be given several times."""
+    inject: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(help=_INJECT)]] = ()
+    fresh: bool = False
+    """Begin anew in a folder that holds a run; that one is put aside there, nothing is deleted."""
+    resume: bool = False
+    """Go on from the folder's checkpoint even where it is of another script or other arguments."""
     node: str = ""
     """Failure domain of this machine's workers; default: its host name."""
     certificate: str = ""
@@ -281,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _parse(arguments)()
     except PlanariaError as error:
         if debug:
-            raise
+            traceback.print_exc()
+            return error.exit_code
         sys.stderr.write(f"planaria: {error}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
@@ -319,11 +328,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
             _cli(
                 kind, chosen, rest
             )  # help, or an option that is none and took the script for a value
-            usage = "OUT|HOST:PORT [options] --" if chosen.words == ("join",) else "[options]"
-            raise UserError(
-                f"no script given; write planaria {' '.join(chosen.words)} {usage} "
-                "train.py [its arguments]"
-            )
+            raise UserError(f"no script given; write {_usage(chosen)}")
     command = _cli(kind, chosen, rest)
     if chosen.script:
         return lambda: command.main(script[0], tuple(script[1:]))
@@ -407,73 +412,22 @@ def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
             return tyro.cli(kind, prog=prog, args=arguments)
     except SystemExit as error:
         if error.code in (0, None):  # --help
-            sys.stdout.write(helptext.tidy(helptext.read(shown), width=width))
+            text = helptext.tidy(helptext.read(shown), width=width)
+            if command.script:  # tyro does not know that a script with its arguments follows
+                text = f"usage: {_usage(command)}\n{text.partition(chr(10))[2]}"
+            sys.stdout.write(text)
             raise
-        absent = helptext.missing(helptext.read(said))
+        box = helptext.read(said)
+        absent = helptext.missing(box)
         if absent:
             raise UserError(f"{prog} needs {' and '.join(absent)}; run {prog} --help") from None
-        raise UserError(_renamed(one_line(helptext.read(said)), kind)) from None
+        raise UserError(renamed(one_line(box), kind)) from None
 
 
-_ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--batch-size": "--batch",
-    "--per-device-train-batch-size": "--batch",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--max-steps": "--steps",
-    "--block-size": "--sequence",
-    "--seq-length": "--sequence",
-    "--output-dir": "--out",
-    "--nproc-per-node": "--workers",
-    "--num-workers": "--workers",
-}
-"""What other trainers call our options."""
-
-
-def _renamed(message: str, kind: Any) -> str:
-    """``message``, with our name of an option that it knows by another trainer's."""
-    if "did you mean" in message or "nrecognized" not in message:
-        return message
-    known = {f"--{name.replace('_', '-')}" for name in _names(kind)}
-    for word in re.findall(r"--[a-z][a-z_-]*", message):
-        ours = _ELSEWHERE.get(word.replace("_", "-"))
-        if ours in known:
-            return f"{message}; did you mean {ours}?"
-    return message
-
-
-def _names(kind: Any) -> set[str]:
-    """Fields of a command, those of the dataclasses inside it included."""
-    found: set[str] = set()
-    for name, hint in get_type_hints(kind).items():
-        found |= _names(hint) if dataclasses.is_dataclass(hint) else {name}
-    return found
-
-
-def one_line(box: str) -> str:
-    """tyro's framed error, drawn with or without Unicode, as one line."""
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines()[1:]:
-        text = _FRAME.sub("", line)
-        if text:
-            sections[-1].append(text)
-        elif sections[-1]:
-            sections.append([])
-    message = " ".join(sections[0]) or "the command line is wrong"
-    hints: list[str] = []
-    for section in sections[1:]:
-        text = " ".join(section)
-        if text.startswith("Perhaps you meant"):
-            found = dict.fromkeys(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*(?! --help)", text))
-            found.pop("--help", None)
-            hints.append(f"did you mean {' or '.join(list(found)[:3])}?")
-        elif text.startswith("Available subcommands"):
-            hints.append(f"choose one of {text.partition(':')[2].strip()}")
-        elif text.startswith("For full helptext"):
-            hints.append(
-                text.replace("For full helptext, ", "").replace("run: ", "run ").rstrip(".")
-            )
-    return "; ".join([message.rstrip("."), *hints])
+def _usage(command: Command) -> str:
+    """How a command with a script is written."""
+    options = "OUT|HOST:PORT [options] --" if command.words == ("join",) else "[options]"
+    return f"planaria {' '.join(command.words)} {options} train.py [its arguments]"
 
 
 def _fields(config: Any, *, leave_out: Sequence[str] = ()) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def test_help_is_in_words(
         cli.main([*words, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"usage: planaria {' '.join(words)} [-h] ")
+    assert text.startswith(f"usage: planaria {' '.join(words)} ")
     for ugly in ("{None}", "(default: None)", "(default: )", "(default: '')", "`", "│", ", --no-"):
         assert ugly not in text
     assert "  -h, --help            show this help message and exit\n" in text

@@ -342,10 +342,15 @@ class Fence(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The run is over. ``exit_code`` 0: finished; spares and owners leave quietly."""
+    """The run is over. ``exit_code`` 0: finished; above 128: ended by a signal; else it failed."""
 
     reason: str
     exit_code: int
+
+    @property
+    def wished(self) -> bool:
+        """Whether it ended as somebody wished, so that spares and owners leave quietly."""
+        return self.exit_code == 0 or self.exit_code > 128
 
 
 class SaveDurable(Message, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -634,8 +635,20 @@ def test_status_of_a_living_and_of_an_ended_run(
     train(here)
     assert show(str(plain.out)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0][:6] == ["run", "test:", "training,", "epoch", "1,", "generation"]
-    assert lines[2] == ["shard", "owner", "node", "holder", "generation", "protected", "step"]
+    assert lines[0][:6] == ["run", "test:", "training;", "step", "0", "is"]
+    assert lines[0][6:] == [
+        "committed",
+        "for",
+        "the",
+        "one",
+        "shard;",
+        "swaps:",
+        "0,",
+        "epoch",
+        "1",
+    ]
+    heads = ["shard", "owner", "node", "holder", "committed", "protected", "at", "step"]
+    assert lines[2] == heads
     assert lines[3] == ["0", "w0", "n0", "none", "0", "no", "0"]
     assert lines[4] == ["spares:", "none"]
     address = plain.ready()
@@ -652,7 +665,10 @@ def test_status_of_a_living_and_of_an_ended_run(
     after = status(plain.out)
     assert (after.phase, after.exit_code, after.reason) == ("ended", 1, "the loss is NaN")
     assert show(str(plain.out), as_json=True) == 0
-    assert '"phase":"ended"' in capsys.readouterr().out
+    document = json.loads(capsys.readouterr().out)
+    assert document["phase"] == "ended"
+    # What the table shows is in there as well, where it has nothing to tell, too.
+    assert (document["exit_code"], document["swaps"], document["spares"]) == (1, 0, [])
 
 
 def test_a_living_coordinator_is_not_taken_over(plain: CoordinatorProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.support.membership_run import Run, recover, training
 
 from planaria.errors import ConfigError, RunError
@@ -437,6 +438,30 @@ def test_a_stop_is_told_to_everyone_and_nothing_changes_after_it():
     run.commit(7).feed(Lost("w1", reason="x"))
     assert run.state is ended
     assert (run.actions, run.reason) == ((), "the run has ended: Ctrl-C")
+
+
+@pytest.mark.parametrize(
+    ("mine", "line"),
+    [
+        ("script b\narguments --lr 1\nthreads 1", "has another script than its run: its text or "),
+        (
+            "script a\narguments none\nthreads 1",
+            "has arguments none, its run has --lr 1; start it ",
+        ),
+        (
+            "script a\narguments --lr 1\nthreads 4",
+            "has threads 4, its run has 1; start it with the ",
+        ),
+        (
+            "function m.main\narguments none\nthreads 1",
+            "runs a function, its run a script; start it ",
+        ),
+    ],
+)
+def test_who_is_refused_hears_what_differs(mine, line):
+    state = replace(training().state, run_config="script a\narguments --lr 1\nthreads 1")
+    event = Attached("w9", node="n", address="x", config=mine, version="v1")
+    assert refusal(state, event).startswith(f"worker w9 {line}")
 
 
 def test_a_worker_of_another_configuration_or_version_is_refused():

@@ -175,6 +175,8 @@ class SaveCheckpoint(Body, frozen=True, tag=True):
 
     reason: str
     then_stop: bool = False
+    exit_code: int = 0
+    """With which the run ends then."""
 
 
 Requested = StopRun | SaveCheckpoint

@@ -24,7 +24,7 @@ from planaria.runtime.control import protocol as control
 from planaria.runtime.coordinator import journal
 from planaria.runtime.coordinator.breaks import Breaks
 from planaria.runtime.coordinator.chores import Chores
-from planaria.runtime.coordinator.chronicle import Chronicle
+from planaria.runtime.coordinator.chronicle import Chronicle, role
 from planaria.runtime.coordinator.crowd import Crowd, Encoded, Session
 from planaria.runtime.coordinator.ending import Ending
 from planaria.runtime.coordinator.inbound import event_of
@@ -296,7 +296,9 @@ class ControlDesk:
             for spare in self.watch.silent_spares(self.state, now=time.monotonic()):
                 assert spare.worker is not None
                 self.lose(spare.worker, how=spare.how, reason=spare.reason)
-        self._chronicle.detected(worker, shard=member.shard, how=how, reason=reason)
+        self._chronicle.detected(
+            worker, shard=member.shard, how=how, reason=reason, known_as=role(self.state, member)
+        )
         if how in ("stream", "pidfd"):
             self.apply(events.Lost(worker=worker, reason=reason))
         else:
@@ -325,6 +327,7 @@ class ControlDesk:
                 pid=os.getpid(),
                 version=planaria.__version__,
                 resumed=resumed,
+                durable=state.durable,
             )
         )
         self._store.flush(state)

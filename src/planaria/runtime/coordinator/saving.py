@@ -106,7 +106,7 @@ class Saving:
         asked, self._asked = self._asked, None
         if asked is not None and asked.then_stop:
             reason = f"{asked.reason}, after the durable checkpoint of generation {generation}"
-            self._apply(events.StopRequested(reason=reason, exit_code=0))
+            self._apply(events.StopRequested(reason=reason, exit_code=asked.exit_code))
 
     async def discard(self, action: events.Discard) -> None:
         """It can never be complete: remove what there is of it."""

@@ -63,10 +63,10 @@ class Child:
         return describe_code(self.code)
 
 
-def _runs(child: Child) -> bool:
+def _stopped(child: Child) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
-    return False
+        return psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+    return False  # it has ended, and its pidfd is about to say so
 
 
 def describe_code(code: int | None) -> str:
@@ -161,7 +161,7 @@ class Fleet:
             return [c for c in self.living.values() if only is None or c.name in only]
 
         end = self._loop.time() + seconds
-        while self._loop.time() < end and not hurry.is_set() and any(map(_runs, left())):
+        while self._loop.time() < end and not hurry.is_set() and not all(map(_stopped, left())):
             await asyncio.sleep(0.05)
         return sorted(child.name for child in left())
 

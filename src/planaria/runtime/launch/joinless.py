@@ -64,9 +64,14 @@ def _start(context: WorkerContext, given: dict[str, Any]) -> None:
     from planaria.comm import Domain, GlooTransport, init_default, register
 
     rank, world = _place(given)
+    if context.faults:
+        raise UserError(
+            f"fault {context.faults[0]} can never fire: this script does not join its run, so Planaria "
+            "does not know its steps; take --inject away, or make its loop one of planaria.join"
+        )
     member = context.member
     member.send(Joinless())
-    if rank == 0:
+    if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         sys.stderr.write(ADVICE + "\n")
     limits = member.limits
     timeout = given.get("timeout")

@@ -24,8 +24,7 @@ from planaria.errors import CommError, PlanariaError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
-from planaria.runtime.coordinator import lock
-from planaria.runtime.launch import worker
+from planaria.runtime.launch import reuse, worker
 from planaria.runtime.launch.config import (
     JoinConfig,
     LaunchConfig,
@@ -112,6 +111,7 @@ class _Launch:
                 self._spawn(self._watch())
                 await self.over.wait()
                 await self._see_out()
+                self._look_for_faults()
         finally:
             await self._clean()
         assert self.code is not None
@@ -122,8 +122,10 @@ class _Launch:
     async def _begin(self) -> None:
         if isinstance(self.config, LaunchConfig):
             token, run = secrets.token_hex(32), _run_name()
-            lock.check(self.config.out)
+            went_on = await asyncio.to_thread(reuse.settle, self.config)
             write_config(self.config)
+            if went_on:
+                self.screen.line(went_on, kind="swap")
             self.coordinator = CoordinatorProcess(self.config, run=run, token=token)
             address = await self.coordinator.ready()
             self._spawn(self._keep_coordinator())
@@ -190,6 +192,16 @@ class _Launch:
                     f"see {child.task.invitation.log}"
                 )
         await self.fleet.end()
+
+    def _look_for_faults(self) -> None:
+        """A fault that never fired has tested nothing, however well the run has ended."""
+        if isinstance(self.config, LaunchConfig) and not self.interrupts:
+            for fault in reuse.unfired(self.config):
+                self.screen.line(
+                    f"fault {fault} never fired: no worker that it names came to that phase of that "
+                    "step as the first owner of its shard",
+                    kind="error",
+                )
 
     def _fail_after(self, reason: str) -> None:
         """Something went wrong after the run had ended well."""
@@ -363,12 +375,15 @@ class _Launch:
         """The whole set anew, for a script that cannot be swapped."""
         self.screen.line(reason, kind="swap")
         self.restarts += 1
+        first = self.started
         async with self.starting:  # whoever was still being started belongs to the old set
             for name in list(self.fleet.living):
                 self.fleet.kill(name)
             await self.fleet.wait(seconds=self.config.timeout)
             self.vacant.clear()
             await self._fork_set()
+        ranks = [f"{self.config.prefix}{first + rank}" for rank in range(self.config.workers)]
+        self.screen.line(f"ranks from 0 on are now {', '.join(ranks)}", kind="swap")
 
     # ------------------------------------------------------------------ coordinator
 
@@ -390,7 +405,7 @@ class _Launch:
                 self.screen.line(message.text, kind=message.kind)
             case control.EndRun():
                 self.told = True
-                if message.exit_code == 0:
+                if message.exit_code == 0 or self.interrupts:
                     self.grace, self.owners = _LEAVE, frozenset(message.owners)
                 interrupted = 128 + self.number if self.interrupts else message.exit_code
                 self._finish(interrupted, message.reason)
@@ -428,18 +443,18 @@ class _Launch:
     async def _stop_softly(self, number: signal.Signals) -> None:
         """A durable checkpoint, then the end, within the user's time-out; else the end at once."""
         assert self.link is not None
+        reason = f"stopped by {number.name}"
+        code = 128 + number
+        if isinstance(self.config, JoinConfig):
+            self._finish(code, f"{reason}: the workers started here leave, the run goes on without")
+            return
         self.screen.line(
             f"{number.name}: a checkpoint is written first; once more stops at once", kind="swap"
         )
-        reason = f"stopped by {number.name}"
-        code = 128 + number
         with contextlib.suppress(PlanariaError):
-            if isinstance(self.config, JoinConfig):
-                self._finish(code, reason)
-                return
             status = await asyncio.to_thread(self.link.status, timeout=2.0)
             if status.phase in ("training", "recovering", "waiting"):
-                body = control.SaveCheckpoint(reason=reason, then_stop=True)
+                body = control.SaveCheckpoint(reason=reason, then_stop=True, exit_code=code)
                 await asyncio.to_thread(self.link.request, body)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.over.wait(), self.config.timeout)

@@ -103,10 +103,26 @@ def refusal(state: State, event: Attached) -> str | None:
     ):
         if theirs and mine != theirs:
             return (
-                f"worker {event.worker} has {what} {mine or 'none'}, its run has {theirs}; "
+                f"worker {event.worker} {_unlike(what, mine, theirs)}; "
                 "start it with the script, arguments and versions of the run"
             )
     return None
+
+
+def _unlike(what: str, mine: str, theirs: str) -> str:
+    """What a worker has and what its run has. Of several lines, ``name value`` each, the first that
+    differs is told, under its own name.
+    """
+    lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
+    one, other = next((pair for pair in lines if pair[0] != pair[1]), (mine, theirs))
+    (name, _, value), (known, _, wanted) = one.partition(" "), other.partition(" ")
+    if not value or not wanted:
+        return f"has {what} {mine or 'none'}, its run has {theirs}"
+    if name != known:
+        return f"runs a {name}, its run a {known}"
+    if name in ("script", "function"):
+        return f"has another {name} than its run: its text or argument differs"
+    return f"has {name} {value}, its run has {wanted}"
 
 
 def _unchanged(state: State, reason: str) -> Transition:
