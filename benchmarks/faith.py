@@ -43,6 +43,7 @@ from planaria.faithfulness.statistics import Interval, auroc, mean_interval, res
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "faith.md"
 
 SPEED = RESULTS.parent / "faith" / "speed.md"
+MISSED = SPEED.with_name("missed.md")
 
 
 @dataclass(frozen=True)
@@ -334,6 +335,7 @@ async def main(config: Faith) -> None:
         "Written by `python benchmarks/faith.py --data FOLDER`.",
         "",
     ]
+    lines += MISSED.read_text(encoding="utf-8").split("\n") if MISSED.is_file() else []
     lines += await arithmetic(config.data)
     lines += await gsm8k(config.data)
     lines += await prmbench(config.data)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tyro
+
+from planaria.errors import DataError
 
 Entry = tuple[tuple[str, ...], str, Callable[[], Any], Callable[[Any], int]]
 """Words, line in the help, the type that tyro reads, what is done with the parsed command."""
@@ -117,7 +120,13 @@ def _of(module: str, name: str) -> Callable[[], Any]:
 def _run_faith(command: Any) -> int:
     from planaria.faithfulness.commands import execute
 
-    lines = execute(command, note=lambda line: _say(line, to=sys.stderr))
+    try:
+        lines = execute(command, note=lambda line: _say(line, to=sys.stderr))
+    except KeyboardInterrupt:
+        out = getattr(command, "out", None)
+        kept = f"the answers are in {out}; the same command goes on" if out else "nothing is kept"
+        _say(f"planaria: stopped; {kept}", to=sys.stderr)
+        return 130
     _say("\n".join(lines))
     return 0
 
@@ -128,5 +137,18 @@ def _run_slide(command: Any) -> int:
 
 def _say(line: str, *, to: Any = None) -> None:
     stream = to or sys.stdout
-    stream.write(line + "\n")
-    stream.flush()
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except UnicodeEncodeError:  # a terminal of another century still shows what it can
+        plain = line.encode(stream.encoding, "replace").decode(stream.encoding)
+        stream.write(plain + "\n")
+        stream.flush()
+    except BrokenPipeError:  # whoever read, head for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more
+        raise DataError(
+            f"the output cannot be written ({error.strerror}): free space, then start the same "
+            "command again"
+        ) from None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import io
 import logging
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import tyro
 
 import planaria
-from planaria import capabilities
+from planaria import capabilities, helptext
 from planaria.errors import PlanariaError, UserError
-from planaria.wording import Held, one_line, renamed
+from planaria.wording import one_line, renamed
 
 _INJECT = (
     "Fault for tests: kill:worker=W,step=S,phase=P or stop:…; node=N in the place of worker=W hits a "
@@ -109,7 +109,7 @@ class Run:
 class Join:
     """Add warm spares to a living run: planaria join OUT|HOST:PORT [options] -- train.py [args]."""
 
-    target: tyro.conf.Positional[str]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT|HOST:PORT")]
     """The run's folder, or HOST:PORT of its coordinator."""
     token_file: Path | None = None
     """File with the run's token; needed with HOST:PORT."""
@@ -149,7 +149,7 @@ class Join:
 class Status:
     """Show who holds which shard of a living run, its generation, and whether it is protected."""
 
-    target: tyro.conf.Positional[str]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT|HOST:PORT")]
     """The run's folder, or HOST:PORT of its coordinator."""
     token_file: Path | None = None
     """File with the run's token; needed with HOST:PORT."""
@@ -316,10 +316,8 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
         group = arguments[0] if arguments[:1] and arguments[0] in groups else ""
-        if arguments == [group]:
-            names = ", ".join(c.words[1] for c in commands() if c.words[0] == group)
-            raise UserError(f"planaria {group} is not whole; choose one of {names}")
-        return lambda: _help(group)
+        # A group alone is a command that is not finished, unlike planaria alone.
+        return lambda: _help(group, asked=len(arguments) != 1 or not group)
     chosen = _choose(arguments)
     rest = arguments[len(chosen.words) :]
     kind = chosen.load()
@@ -352,17 +350,17 @@ def _choose(arguments: list[str]) -> Command:
     raise UserError(f"{given!r} is no command of {whole}; {hint}")
 
 
-def _help(group: str = "") -> int:
-    """All commands, or those of ``group``."""
+def _help(group: str = "", *, asked: bool = True) -> int:
+    """All commands, or those of ``group``; where nobody ``asked`` it is an error's text."""
     known = [c for c in commands() if not group or c.words[0] == group]
     width = max(len(" ".join(c.words)) for c in known)
     lines = [f"  planaria {' '.join(c.words):<{width}}  {c.summary}" for c in known]
-    sys.stdout.write(
+    (sys.stdout if asked else sys.stderr).write(
         "PyTorch jobs that regrow what they lose.\n\n"
         + "\n".join(lines)
         + "\n\nplanaria COMMAND --help tells more; --version; --debug COMMAND shows tracebacks.\n"
     )
-    return 0
+    return 0 if asked else 2
 
 
 def split(arguments: Sequence[str], command: type) -> tuple[list[str], list[str]]:
@@ -406,18 +404,24 @@ def _flags(command: type) -> tuple[set[str], int]:
 
 def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     """The command that ``arguments`` describe; a wrong one becomes a one-line error."""
-    said, helped = io.StringIO(), Held()
-    shown = contextlib.redirect_stdout(helped) if command.script else contextlib.nullcontext()
+    said, shown = helptext.paper(), helptext.paper()
+    prog = f"planaria {' '.join(command.words)}"
+    width = min(shutil.get_terminal_size().columns, 100)
     try:
-        with contextlib.redirect_stderr(said), shown:
-            return tyro.cli(kind, prog=f"planaria {' '.join(command.words)}", args=arguments)
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown), helptext.drawn():
+            return tyro.cli(kind, prog=prog, args=arguments)
     except SystemExit as error:
         if error.code in (0, None):  # --help
+            text = helptext.tidy(helptext.read(shown), width=width)
             if command.script:  # tyro does not know that a script with its arguments follows
-                rest = helped.getvalue().partition("\n")[2]
-                sys.stdout.write(f"usage: {_usage(command)}\n{rest}")
+                text = f"usage: {_usage(command)}\n{text.partition(chr(10))[2]}"
+            sys.stdout.write(text)
             raise
-        raise UserError(renamed(one_line(said.getvalue()), kind)) from None
+        box = helptext.read(said)
+        absent = helptext.missing(box)
+        if absent:
+            raise UserError(f"{prog} needs {' and '.join(absent)}; run {prog} --help") from None
+        raise UserError(renamed(one_line(box), kind)) from None
 
 
 def _usage(command: Command) -> str:

@@ -1,4 +1,4 @@
-"""tyro's words in our manner: its framed errors as one line, its help held back to be completed.
+"""tyro's words in our manner: its framed errors as one line, and our names of others' options.
 
 Apart from :mod:`planaria.cli`, which alone uses it.
 """
@@ -6,24 +6,10 @@ Apart from :mod:`planaria.cli`, which alone uses it.
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
-import sys
 from typing import Any, get_type_hints
 
 _FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
-
-
-class Held(io.StringIO):
-    """Keeps what is written, and looks like the real output, by which colours are chosen."""
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()
-
 
 _ELSEWHERE = {
     "--learning-rate": "--lr",

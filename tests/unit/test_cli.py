@@ -35,7 +35,14 @@ LINES = [
         "'xyzzy' is no command of planaria; choose one of run, join, status, doctor, demo, "
         "train, plan-comm, faith, slide",
     ),
-    (["faith"], "planaria faith is not whole; choose one of score, select, meta, exemplars, view"),
+    (
+        ["faith", "score"],
+        "planaria faith score needs PATH and --out PATH; run planaria faith score --help",
+    ),
+    (
+        ["slide", "tile", "a"],
+        "planaria slide tile needs --out PATH; run planaria slide tile --help",
+    ),
     (
         ["run", "--fresh", "--resume", "SCRIPT"],
         "fresh and resume are both given: give --fresh to begin anew, or --resume to go on",
@@ -129,8 +136,7 @@ LINES = [
     ),
     (
         ["join", "--", "SCRIPT"],
-        "Missing from planaria join: STR The run's folder, or HOST:PORT of its coordinator. "
-        "(required); run planaria join --help",
+        "planaria join needs OUT|HOST:PORT; run planaria join --help",
     ),
     (
         ["join", "nowhere", "SCRIPT"],
@@ -305,6 +311,14 @@ def test_help_of_a_group_names_its_commands_only(capsys: pytest.CaptureFixture[s
     assert code == 0
     assert "planaria slide tile" in out
     assert "planaria run" not in out
+
+
+def test_a_group_alone_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for group, first in (("faith", "score"), ("slide", "info"), ("train", "llm")):
+        code, out, err = run(capsys, group)
+        assert (code, out) == (2, "")
+        assert f"planaria {group} {first}" in err
+        assert "planaria run" not in err
 
 
 def test_names_of_other_trainers_lead_to_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ ALLOWED = {
 }
 """Package → what it may import of ours. ``planaria`` itself offers names of the runtime; ``cli`` and
 what only ``cli`` uses may import anything."""
-FREE = {"capabilities", "cli", "demo", "demo_pathology", "wording"}
+FREE = {"capabilities", "cli", "demo", "demo_pathology", "helptext", "wording"}
 
 TORCHLESS = (
     "planaria.cli",

@@ -41,6 +41,13 @@ class Found:
     """Where the statement begins in the text, -1 without one."""
 
 
+_ELSEWHERE = (
+    "respuesta|réponse|antwort|antwoord|resposta|risposta|odpowiedź|cevap|jawaban|đáp án"
+    "|ответ|відповідь|答案|最终答案|最終答案|答え|回答|답|정답|الجواب|الإجابة|उत्तर"
+)
+"""What stands before the answer in other languages."""
+STATED = rf"\*{{0,2}}(?:{_ELSEWHERE})\*{{0,2}}[ \t]*[:：=][ \t]*\*{{0,2}}"
+"""Such a word with its colon, and emphasis around it."""
 _LABELS = (
     r"####[ \t]*(?P<value>[^\n]+)",
     r"(?:^|\n)[ \t]*\*{0,2}(?:final answer|answer|ans)\*{0,2}[ \t]*[:：=][ \t]*\*{0,2}"
@@ -49,6 +56,7 @@ _LABELS = (
     r"\b(?:final answer|correct answer|correct option|answer|correct choice)(?: is| would be|:)"
     r"(?:[ \t]*:)?[ \t]*(?P<value>[^\n]+)",
     r"(?:答案|最终答案)(?:是|为)?[:：]?[ \t]*(?P<value>[^\n。]+)",
+    rf"(?:^|\n|[.!?。।؟！？])[ \t]*{STATED}(?P<value>[^\n]+)",
 )
 _LABEL_PATTERNS = tuple(re.compile(label, re.IGNORECASE) for label in _LABELS)
 
@@ -64,7 +72,9 @@ def find_answer(text: str, *, options: bool = False, last_number: bool = False) 
     if boxed is not None:
         return Found(answer=boxed[0], reason="\\boxed", start=boxed[1])
     for pattern, reason in zip(
-        _LABEL_PATTERNS, ("####", "labelled line", "A: line", "sentence", "sentence"), strict=True
+        _LABEL_PATTERNS,
+        ("####", "labelled line", "A: line", "sentence", "sentence", "labelled line"),
+        strict=True,
     ):
         matches = list(pattern.finditer(text))
         if matches:
@@ -100,7 +110,7 @@ def _last_boxed(text: str) -> tuple[str, int] | None:
 def _trim(value: str) -> str:
     value = value.strip().strip("*").strip()
     # A sentence may go on after the answer: "18. This means …".
-    value = re.split(r"(?<=[^\d\s])\.\s|(?<=\d)\.\s+(?=[A-Z])|。", value)[0]
+    value = re.split(r"(?<=[^\d\s])\.\s|(?<=\d)\.\s+(?=[A-Z])|[。।]", value)[0]
     return value.strip().rstrip(".;,").strip("*").strip()
 
 

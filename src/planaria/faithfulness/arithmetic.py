@@ -27,6 +27,8 @@ MAX_BITS = 256
 """Largest numerator or denominator, in bits, of any intermediate value."""
 MAX_TOKENS = 600
 """Longest step, in tokens, that is searched for equations."""
+MAX_STEP_CHARS = 100_000
+"""Longest step, in characters, whose tokens are looked at at all: a file can hold one of 10 MB."""
 
 Token = tuple[str, str]
 """Class (num, op, word, var, eq, open, close, other) and text."""
@@ -336,6 +338,8 @@ def read_step(text: str, *, variables: Mapping[str, Fraction] | None = None) -> 
 @lru_cache(maxsize=16384)
 def _read(text: str, variables: tuple[tuple[str, Fraction], ...]) -> StepArithmetic:
     bindings = dict(variables)
+    if len(text) > MAX_STEP_CHARS:
+        return StepArithmetic(equations=(), bindings=bindings, unread=0)
     if not any(sign in text for sign in "=≈＝") and "\\approx" not in text:
         return StepArithmetic(equations=(), bindings=bindings, unread=0)
     tokens = tokenise(text)

@@ -16,6 +16,7 @@ from planaria.errors import DataError
 KEY_DIGITS = 32
 """Digits of a key under which an answer is kept."""
 
+_NAMES = ("writer", "pair", "kind")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -73,7 +74,7 @@ class Chain:
     """What the reader had to assume, one sentence each."""
 
     def __post_init__(self) -> None:
-        for name in ("question", "answer", "reference"):
+        for name in ("question", "answer", "reference", "id", "question_id", *_NAMES):
             object.__setattr__(self, name, sound(getattr(self, name)))
         object.__setattr__(self, "steps", tuple(map(sound, self.steps)))
         if not self.question.strip():
@@ -116,7 +117,10 @@ class Question:
     """Letter and text of each option."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", sound(self.text))
+        for name in ("text", "id", "reference"):
+            object.__setattr__(self, name, sound(getattr(self, name)))
+        texts = tuple((sound(letter), sound(text)) for letter, text in self.options)
+        object.__setattr__(self, "options", texts)
         if not self.text.strip():
             raise DataError("a question is empty: remove the row or give it its text")
         if not self.id:
@@ -167,7 +171,7 @@ def chain_to_row(chain: Chain) -> dict[str, Any]:
     }
     if chain.truncated:
         row["truncated"] = True
-    for name in ("writer", "pair", "kind"):
+    for name in _NAMES:
         if getattr(chain, name):
             row[name] = getattr(chain, name)
     labels = chain.labels
@@ -180,9 +184,15 @@ def chain_to_row(chain: Chain) -> dict[str, Any]:
 
 def unique_ids(chains: list[Chain]) -> list[Chain]:
     """The same chains, in order, with ``#2``, ``#3``… behind ids that come more than once."""
+    taken = {chain.id for chain in chains}
     seen: dict[str, int] = {}
     out: list[Chain] = []
     for chain in chains:
-        count = seen[chain.id] = seen.get(chain.id, 0) + 1
-        out.append(chain if count == 1 else replace(chain, id=f"{chain.id}#{count}"))
+        count = seen.get(chain.id, 0) + 1
+        name = chain.id
+        while count > 1 and (name := f"{chain.id}#{count}") in taken:
+            count += 1
+        seen[chain.id] = count
+        taken.add(name)
+        out.append(chain if count == 1 else replace(chain, id=name))
     return out

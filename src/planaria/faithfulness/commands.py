@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -16,13 +17,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from planaria.errors import ConfigError, PlanariaError
+from planaria.errors import ConfigError, DataError, PlanariaError, RunError
 from planaria.faithfulness import exemplars as few_shot
 from planaria.faithfulness import prices, prompts
 from planaria.faithfulness.chains import Chain, Question
 from planaria.faithfulness.combine import LEAST_QUESTIONS, cross_fit
 from planaria.faithfulness.judges.models import closing
-from planaria.faithfulness.judges.protocol import Compare
+from planaria.faithfulness.judges.protocol import Compare, Outcome
 from planaria.faithfulness.judging import (
     Judging,
     Note,
@@ -39,9 +40,9 @@ from planaria.faithfulness.meta import (
     pairs_of,
 )
 from planaria.faithfulness.readers import Problem, Read, read_chains, read_questions
-from planaria.faithfulness.run import Estimate, Report, journaled, write_json
+from planaria.faithfulness.run import Estimate, Report, counted, journaled, write_json
 from planaria.faithfulness.select import Candidate, Selection, evaluate
-from planaria.faithfulness.store import Journal, Spending
+from planaria.faithfulness.store import Journal, Spending, writable
 from planaria.faithfulness.view import write_page, write_selection
 
 File = Annotated[Path, tyro.conf.Positional]
@@ -63,7 +64,7 @@ def _read(path: Path, judging: Judging, *, format: str = "auto") -> Read:
 def _problems(problems: Sequence[Problem]) -> list[str]:
     if not problems:
         return []
-    lines = [f"{len(problems)} rows were left out:"]
+    lines = [f"{counted(len(problems), 'row')} left out:"]
     return lines + [f"  {problem}" for problem in problems[:5]]
 
 
@@ -75,9 +76,49 @@ def _summary(report: Report) -> list[str]:
         "faithfulness": "F*",
         "reliability": "R",
     }
-    lines = [f"{names[k]:5} {v} over {v.n} chains" for k, v in report.means.items()]
+    lines = [
+        f"{names[k]:5} {v} over {counted(v.n, 'chain')}" for k, v in report.means.items() if v.n
+    ]
     states = ", ".join(f"{count} {name}" for name, count in report.states.items() if count)
-    return [*lines, f"chains: {states}"]
+    return [*lines, f"chains: {states}", *_troubles(report)]
+
+
+def _troubles(report: Report) -> list[str]:
+    """What did not go well, one line each.
+
+    Raises :class:`~planaria.errors.RunError` where requests failed and nothing at all was scored.
+    """
+    lines: list[str] = []
+    failed = _reasons(report, Outcome.FAILED)
+    if failed:
+        lines.append(f"{counted(failed.total(), 'request')} failed, {_most(failed)}")
+        if not report.states["scored"]:
+            raise RunError(
+                f"no chain could be scored: {lines[-1]}; mend that and start the same command again"
+            )
+    unread = _reasons(report, Outcome.UNPARSED)
+    if unread:
+        lines.append(f"{counted(unread.total(), 'answer')} could not be read, {_most(unread)}")
+    if report.dropped:
+        lines.append(
+            f"{counted(report.dropped, 'line')} of answers.jsonl could not be read; what they said was "
+            "asked for again"
+        )
+    return lines
+
+
+def _reasons(report: Report, outcome: Outcome) -> Counter[str]:
+    """Why requests of a report had this outcome."""
+    found: Counter[str] = Counter()
+    for score in report.scores:
+        verdicts = (*score.supports, *(v for c in score.contrasts for v in c.verdicts))
+        found.update(v.reason for v in verdicts if v.outcome is outcome)
+        found.update(s.reason for s in score.steps if s.outcome == outcome.value)
+    return found
+
+
+def _most(reasons: Counter[str]) -> str:
+    return f"most often for: {reasons.most_common(1)[0][0]}"
 
 
 @dataclass(frozen=True)
@@ -101,9 +142,9 @@ class Score:
         broken = sum(score.breaks_at is not None for score in report.scores)
         return [
             *_problems(read.problems),
-            f"{len(read.chains)} chains ({read.format})",
+            f"{counted(len(read.chains), 'chain')} ({read.format})",
             *_summary(report),
-            f"{broken} of {len(read.chains)} chains with a step that is held to be wrong",
+            f"{broken} of {counted(len(read.chains), 'chain')} with a step that is held to be wrong",
             f"written to {self.out}; see it with: planaria faith view {self.out}",
         ]
 
@@ -131,6 +172,10 @@ class Select:
     certainty: bool = False
     """Ask the sampled model for log-probabilities, for the rule self_certainty."""
 
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"-n is {self.n}: give the number of chains per question, from 1 on")
+
     async def run(self, note: Note) -> list[str]:
         """Sample if asked to, score, choose, write ``selection.json``."""
         spending = self.judging.spending(self.model)
@@ -145,7 +190,7 @@ class Select:
             chains, certainties, failures = await self._sample(questions, spending, note)
             lines += failures
         else:
-            read = _read(self.questions, self.judging)
+            read = self._chains()
             chains, lines = list(read.chains), _problems(read.problems)
             if self.judging.dry_run:
                 return [*lines, *await dry(chains, self.judging)]
@@ -175,6 +220,22 @@ class Select:
         lines += [f"{one.rule:16} {one.accuracy}  gain {one.gain}" for one in found]
         return [*lines, *_summary(report)]
 
+    def _chains(self) -> Read:
+        """The chains of the file; one that holds questions only says what is missing."""
+        try:
+            return _read(self.questions, self.judging)
+        except DataError:
+            try:
+                questions, _ = read_questions(file_named(self.questions))
+            except DataError:
+                questions = []
+            if not questions:
+                raise
+            raise ConfigError(
+                f"{self.questions} holds {counted(len(questions), 'question')} and no chain: name a "
+                "model to sample chains from with --model, such as vllm/… or embedded"
+            ) from None
+
     async def _dry(self, questions: Sequence[Question]) -> list[str]:
         """Sampling, and scoring of chains of six steps of eighty characters."""
         asked = [prompts.sample_prompt(question) for question in questions]
@@ -200,8 +261,10 @@ class Select:
         from planaria.faithfulness.judges.models import ModelSettings, model_named
         from planaria.faithfulness.sampling import sample_chains
 
-        note(f"sampling {self.n} chains for each of {len(questions)} questions")
-        self.out.mkdir(parents=True, exist_ok=True)
+        note(
+            f"sampling {counted(self.n, 'chain')} for each of {counted(len(questions), 'question')}"
+        )
+        writable(self.out / "samples.jsonl")
         model = model_named(
             self.model,
             connections=self.judging.connections,
@@ -225,7 +288,7 @@ class Select:
             )
         lines: list[str] = []
         if sampled.failures:
-            lines.append(f"{len(sampled.failures)} chains could not be sampled:")
+            lines.append(f"{counted(len(sampled.failures), 'chain')} could not be sampled:")
             lines += [f"  {failure}" for failure in sampled.failures[:5]]
         if not sampled.chains:
             raise ConfigError(
@@ -260,12 +323,18 @@ class Meta:
     noise: float = 0.0
     """Noise test: this share of the chains gets one known error each, and those are the labels."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise <= 1:
+            raise ConfigError(f"--noise is {self.noise}: give a share from 0 to 1")
+
     async def run(self, note: Note) -> list[str]:
         """Score and compare with the labels."""
         read = _read(self.labelled, self.judging)
         chains = self._chains(read)
         if self.judging.dry_run:
             return [*_problems(read.problems), *await dry(chains, self.judging)]
+        if self.json is not None:
+            writable(self.json)
         spending = self.judging.spending()
         judge = judge_named(self.judging.judge, judging=self.judging)
         async with closing(judge):
@@ -278,6 +347,7 @@ class Meta:
                 journal = Journal(self.out / "answers.jsonl" if self.out else None)
                 kept = journaled(judge, journal, spending)
                 values = await judge_pairs(pairs, judge=kept)
+        troubles = _troubles(report)
         found = meta_evaluate(report.scores, seed=self.judging.seed)
         row: dict[str, Any] = found.row()
         lines = [
@@ -290,18 +360,23 @@ class Meta:
             lines.append(f"{'pair_accuracy':28} {accuracy} over {accuracy.n}, {silent} left out")
         if found.unexplained:
             lines.append(
-                f"{len(found.unexplained)} chains have a wrong answer and no labelled mistake: "
-                + ", ".join(found.unexplained[:20])
+                f"wrong answer and no labelled mistake in "
+                f"{counted(len(found.unexplained), 'chain')}: " + ", ".join(found.unexplained[:20])
             )
         if self.json is not None:
             write_json(self.json, row)
-        return [*_problems(read.problems), *lines]
+        return [*_problems(read.problems), *lines, *troubles]
 
     def _chains(self, read: Read) -> Sequence[Chain]:
         if not self.noise:
+            labels = [c.labels for c in read.chains]
+            if all(one.flawed is None and one.correct is None for one in labels):
+                raise DataError(
+                    f"{self.labelled} has no labels to compare with: give rows wrong_steps (a list "
+                    "of 0-based indices), correct (true or false) or a reference answer, or use "
+                    "--noise 0.3"
+                )
             return read.chains
-        if not 0 <= self.noise <= 1:
-            raise ConfigError(f"--noise is {self.noise}: give a share from 0 to 1")
         sound = [c for c in read.chains if not c.labels.flawed and c.labels.correct is not False]
         if not sound:
             raise ConfigError("--noise needs chains that are not wrong already, and there are none")
@@ -320,12 +395,22 @@ class Exemplars:
     out: Path | None = None
     """Folder of the run, to go on with it later."""
 
+    def __post_init__(self) -> None:
+        few_shot.check(self.k)
+
     async def run(self, note: Note) -> list[str]:
         """Score, pick, print."""
         read = _read(self.chains, self.judging)
         if self.judging.dry_run:
             return await dry(read.chains, self.judging)
+        questions = len({chain.question_id for chain in read.chains})
+        if questions < self.k:
+            raise DataError(
+                f"{self.chains} holds chains of {counted(questions, 'question')}, and each gives one "
+                f"example: lower -k, which is {self.k}"
+            )
         report = await scored(read.chains, self.judging, out=self.out, note=note)
+        _troubles(report)
         return [few_shot.render(few_shot.pick(report.scores, self.k)).rstrip("\n")]
 
 
@@ -361,10 +446,9 @@ def execute(command: Command, *, note: Note | None = None) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and run; errors are one line on standard error. Returns the exit code."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="planaria faith", args=list(sys.argv[1:] if arguments is None else arguments)
-    )
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="planaria faith", args=words)
         lines = execute(command, note=lambda line: sys.stderr.write(line + "\n"))
     except PlanariaError as error:
         sys.stderr.write(f"{error}\n")

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planaria.errors import DataError
+from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.scores import ChainScore
+
+
+def check(k: int) -> None:
+    """:class:`~planaria.errors.ConfigError` where ``k`` is no number of examples."""
+    if k < 1:
+        raise ConfigError(f"-k is {k}: give the number of examples, from 1 on")
 
 
 def pick(scores: Sequence[ChainScore], k: int) -> list[ChainScore]:
@@ -15,8 +21,7 @@ def pick(scores: Sequence[ChainScore], k: int) -> list[ChainScore]:
     chains in which a step is held for wrong. Ties in R go to the shorter chain, then to the id.
     Raises :class:`~planaria.errors.DataError` when fewer than ``k`` are left, with how many.
     """
-    if k < 1:
-        raise DataError(f"k is {k}: give the number of examples, from 1 on")
+    check(k)
     fit = [
         s
         for s in scores

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from planaria.errors import DataError
-from planaria.faithfulness.answers import Equality, answers_equal, find_answer, letter_of
+from planaria.faithfulness.answers import (
+    STATED,
+    Equality,
+    answers_equal,
+    find_answer,
+    letter_of,
+)
 from planaria.faithfulness.chains import Chain, Labels, Question, digest
 from planaria.faithfulness.segment import looks_cut, segment, split_thinking
 
@@ -81,7 +87,8 @@ def steps_of(text: str) -> tuple[str, ...]:
 
 
 _ONLY_ANSWER = re.compile(
-    r"(?:####|\*{0,2}(?:final\s+)?answer\*{0,2}\s*[:：=]|A:)\s*\S.{0,80}", re.IGNORECASE
+    rf"(?:####|\*{{0,2}}(?:final\s+)?answer\*{{0,2}}\s*[:：=]|A:|{STATED})\s*\S.{{0,80}}",
+    re.IGNORECASE,
 )
 
 
@@ -107,9 +114,46 @@ def text_of(row: Row, names: tuple[str, ...]) -> str | None:
         value = row.get(name)
         if isinstance(value, str) and value.strip():
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if _is_text(value) and not isinstance(value, str):
             return str(value)
     return None
+
+
+def _list_of(row: Row, name: str) -> tuple[str, ...]:
+    """Texts of a field that must be a list: a text would fall apart into its letters."""
+    value = row[name]
+    if not isinstance(value, list):
+        raise DataError(f"{name} is {_short(value)}: give a list of steps")
+    for item in value:
+        if not _is_text(item):
+            raise DataError(f"{name} holds {_short(item)}: give each step as text")
+    return tuple(map(str, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _word(row: Row, name: str) -> str:
+    """The text of a field that must be there."""
+    value = row[name]
+    if not _is_text(value):
+        raise DataError(f"{name} is {_short(value)}: give a text")
+    return str(value)
+
+
+def _indices(value: Any, name: str, *, low: int = 0) -> tuple[int, ...]:
+    """Numbers of steps."""
+    numbers: list[Any] = value if isinstance(value, list) else [value]
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool) or number < low:
+            raise DataError(f"{name} is {_short(value)}: give whole numbers from {low} on")
+    return tuple(sorted(set(numbers)))
 
 
 def _required(row: Row, names: tuple[str, ...], what: str) -> str:
@@ -124,8 +168,10 @@ def options_of(row: Row) -> tuple[tuple[str, str], ...]:
     choices = row.get("choices", row.get("options"))
     if isinstance(choices, dict) and "text" in choices:
         labels = [str(label) for label in choices.get("label") or []]
-        texts = [str(text) for text in choices["text"]]
+        texts = list(_list_of(choices, "text"))
         labels = labels or [chr(ord("A") + i) for i in range(len(texts))]
+        if len(labels) != len(texts):
+            raise DataError(f"{len(labels)} labels for {len(texts)} options: give as many of each")
         return tuple(zip(labels, texts, strict=True))
     if isinstance(choices, dict):
         return tuple((str(k), str(v)) for k, v in choices.items())
@@ -161,7 +207,8 @@ def _generic(row: Row) -> list[Chain]:
     )
     steps = next((row[name] for name in _STEPS if row.get(name)), None)
     if isinstance(steps, list):
-        given = tuple(step.strip() for step in map(str, steps) if step.strip())
+        name = next(name for name in _STEPS if row.get(name))
+        given = tuple(step.strip() for step in _list_of(row, name) if step.strip())
         chain = Chain(
             question=question.full,
             steps=tuple(step for step in given if not _only_answer(step)) or given,
@@ -188,16 +235,18 @@ def _generic(row: Row) -> list[Chain]:
 
 def _labelled(chain: Chain, row: Row, question: Question) -> Chain:
     correct = row.get("correct", row.get("is_correct"))
-    if not isinstance(correct, bool):
+    if correct in (0, 1):  # True and False are, too
+        correct = bool(correct)
+    else:
         correct = _correct(chain.answer, question)
-    wrong = row.get("wrong_steps")
     labels = Labels(correct=correct)
-    if isinstance(wrong, list):
+    if row.get("wrong_steps") is not None:
+        wrong = _indices(row["wrong_steps"], "wrong_steps")
         labels = Labels(
             correct=correct,
             steps_labelled=True,
-            wrong=tuple(sorted(int(i) for i in wrong)),
-            first_wrong=min((int(i) for i in wrong), default=None),
+            wrong=wrong,
+            first_wrong=min(wrong, default=None),
         )
     given = text_of(row, ("question_id",))
     return replace(
@@ -228,9 +277,9 @@ def _gsm8k(row: Row) -> list[Chain]:
 
 
 def _gsm8k_graded(row: Row) -> list[Chain]:
-    truth = str(row["ground_truth"])
+    truth = _word(row, "ground_truth")
     found = find_answer(truth)
-    question = Question(text=str(row["question"]), reference=found.answer)
+    question = Question(text=_word(row, "question"), reference=found.answer)
     out: list[Chain] = []
     for writer, value in row.items():
         if not isinstance(value, dict) or "solution" not in value:
@@ -257,19 +306,19 @@ def _math(row: Row) -> list[Chain]:
 
 
 def _bbm(row: Row) -> list[Chain]:
-    index = row["mistake_index"]
-    steps = tuple(str(step) for step in row["steps"])
-    target, answer = str(row["target"]), text_of(row, ("answer",))
+    wrong = () if row["mistake_index"] is None else _indices(row["mistake_index"], "mistake_index")
+    steps = _list_of(row, "steps")
+    target, answer = _word(row, "target"), text_of(row, ("answer",))
     equality = answers_equal(answer, target)
     return [
         Chain(
-            question=str(row["input"]),
+            question=_word(row, "input"),
             steps=steps,
             answer=answer,
             reference=target,
             labels=Labels(
-                first_wrong=index,
-                wrong=() if index is None else (int(index),),
+                first_wrong=min(wrong, default=None),
+                wrong=wrong,
                 steps_labelled=True,
                 correct=None if equality is Equality.UNKNOWN else equality is Equality.EQUAL,
             ),
@@ -279,12 +328,13 @@ def _bbm(row: Row) -> list[Chain]:
 
 def _prmbench(row: Row) -> list[Chain]:
     # ``idx`` is not unique: one question has a row for each class of error.
-    pair = digest(str(row["original_question"]), *map(str, row["modified_process"]))
+    modified = _list_of(row, "modified_process")
+    asked, changed_to = _word(row, "original_question"), _word(row, "modified_question")
+    pair = digest(asked, *modified)
     if row.get("idx"):
         pair = f"{row['idx']}-{row.get('classification') or pair}"
-    errors = tuple(sorted({int(step) - 1 for step in row["error_steps"]}))
-    changed = row["original_question"] != row["modified_question"]
-    modified = tuple(str(step) for step in row["modified_process"])
+    errors = (step - 1 for step in _indices(row["error_steps"], "error_steps"))
+    changed = asked != changed_to
     inside = tuple(index for index in errors if 0 <= index < len(modified))
     notes: list[str] = []
     if changed:
@@ -292,20 +342,20 @@ def _prmbench(row: Row) -> list[Chain]:
     if not inside:
         notes.append("no error step is labelled")
     common: Row = {
-        "question_id": digest(str(row["original_question"])),
+        "question_id": digest(asked),
         "pair": pair,
         "kind": str(row.get("classification") or ""),
         "notes": tuple(notes),
     }
     original = Chain(
-        question=str(row["original_question"]),
-        steps=tuple(str(step) for step in row["original_process"]),
+        question=asked,
+        steps=_list_of(row, "original_process"),
         id=f"{pair}/original",
         labels=Labels(steps_labelled=True),
         **common,
     )
     altered = Chain(
-        question=str(row["modified_question"]),
+        question=changed_to,
         steps=modified,
         id=f"{pair}/modified",
         labels=Labels(
@@ -317,11 +367,11 @@ def _prmbench(row: Row) -> list[Chain]:
 
 
 def _processbench(row: Row) -> list[Chain]:
-    label = int(row["label"])
-    steps = tuple(str(step) for step in row["steps"])
+    (label,) = _indices(row["label"], "label", low=-1)
+    steps = _list_of(row, "steps")
     return [
         Chain(
-            question=str(row["problem"]),
+            question=_word(row, "problem"),
             steps=steps,
             answer=find_answer("\n".join(steps)).answer,
             id=str(row.get("id") or ""),
@@ -338,6 +388,8 @@ def _processbench(row: Row) -> list[Chain]:
 
 def _lm_eval(row: Row) -> list[Chain]:
     doc = row["doc"]
+    if not isinstance(doc, dict):
+        raise DataError(f"doc is {_short(doc)}: give an object with the question")
     question = question_of(doc)
     target = text_of(row, ("target",))
     if target is not None and "####" in target:

@@ -28,6 +28,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState, generate
 
+from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
 from planaria.faithfulness.chains import Chain, Labels, Question
 from planaria.faithfulness.estimate import score_chain
@@ -57,6 +58,8 @@ def fact_e(
 
     ``data`` is a file that :func:`~planaria.faithfulness.readers.read_questions` reads.
     """
+    if n < 1:
+        raise ConfigError(f"n is {n}: give the number of chains per question, from 1 on")
     questions, _ = read_questions(Path(data), limit=limit)
     samples = [
         Sample(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from planaria.faithfulness.run import (
     Outline,
     Report,
     Tick,
+    counted,
     estimate_cost,
     score_chains,
 )
@@ -72,6 +74,28 @@ class Judging:
     connections: int = 64
     """Requests to a model at the same time, and chains scored at the same time."""
 
+    def __post_init__(self) -> None:
+        self.settings()
+        _known_preset(self)
+        whole = ("limit", "max_retries", "budget_calls", "budget_tokens")
+        for name, low in (*((name, 0) for name in whole), ("connections", 1), ("timeout", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}: give a number from {low} "
+                    "on"
+                )
+        for name, high in (("budget", math.inf), ("temperature", 2.0)):
+            if not 0 <= getattr(self, name) <= high:
+                raise ConfigError(
+                    f"--{name} is {getattr(self, name)}: give a number from 0 "
+                    + ("on" if high == math.inf else f"to {high:g}")
+                )
+        if not all(part.strip() for part in (*self.judge.split("+"), self.perturber)):
+            raise ConfigError(
+                f"--judge {self.judge!r} with --perturber {self.perturber!r} has an empty name: use "
+                "calculator, embedded, likelihood:FOLDER, an Inspect model, or several joined by +"
+            )
+
     def settings(self) -> Settings:
         """What the estimator is told."""
         return Settings(
@@ -88,8 +112,6 @@ class Judging:
         Prices are registered with Inspect. Raises :class:`~planaria.errors.ConfigError` for a
         budget in dollars that includes a model without a price: it would never be used up.
         """
-        if self.connections < 1:
-            raise ConfigError(f"--connections is {self.connections}: give a number from 1 on")
         names = [*self.judge.split("+"), self.perturber, *models]
         if self.prices is not None:
             prices.register(self.prices)
@@ -183,7 +205,6 @@ async def scored(
     spending: Spending | None = None,
 ) -> Report:
     """Score chains as the options say; ``judge`` where it is there already, and then left open."""
-    _known_preset(judging)
     spending = spending or judging.spending()
     mine = judge_named(judging.judge, judging=judging) if judge is None else None
     judge = judge or mine
@@ -248,7 +269,6 @@ async def dry(
 
     Nothing is asked and nothing is loaded.
     """
-    _known_preset(judging)
     judging.spending(model)
     total = before or Estimate(calls=0, input_tokens=0, output_tokens=0, money=0.0)
     for name in judging.judge.split("+"):
@@ -282,7 +302,7 @@ async def dry(
         else f"${total.money:.2f}"
     )
     return [
-        f"{len(chains)} chains would ask at most {total.calls} calls",
+        f"{counted(len(chains), 'chain')} would ask at most {counted(total.calls, 'call')}",
         f"about {total.input_tokens} input and {total.output_tokens} output tokens",
         f"cost: {money}",
     ]

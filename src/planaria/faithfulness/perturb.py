@@ -97,6 +97,10 @@ class Perturber(Protocol):
         ...
 
 
+MAX_CHARS = 500_000
+"""Longest continuation that rules look through."""
+
+
 class RulePerturber:
     """The five kinds by rules and the paraphrase, without a model."""
 
@@ -111,6 +115,9 @@ def perturb(task: Task) -> Perturbed:
     """One alternative by rules; deterministic in the task."""
     if not any(step.strip() for step in task.continuation):
         return Perturbed(steps=None, reason="the continuation is empty")
+    size = sum(map(len, task.continuation))
+    if size > MAX_CHARS:
+        return Perturbed(steps=None, reason=f"a continuation of {size} characters is too long")
     if task.kind is Kind.PARAPHRASE:
         from planaria.faithfulness.paraphrase import paraphrase  # it imports this module
 
@@ -310,7 +317,11 @@ def _swap(task: Task, rng: random.Random) -> Perturbed:
                     return _replaced(
                         task, index, [(match.start(), match.end(), rng.choice(others))]
                     )
-    pool = [n.value for n in find_numbers(" ".join((task.question, *task.prefix))) if not n.word]
+    pool = [
+        n.value
+        for n in find_numbers(" ".join((task.question, *task.prefix))[:MAX_CHARS])
+        if not n.word
+    ]
     for index, step in steps:
         numbers = [n for n in find_numbers(step) if not n.word and n.value.denominator == 1]
         rng.shuffle(numbers)

@@ -6,13 +6,15 @@ that cannot be read becomes a :class:`Problem` with its number and reason, and t
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planaria.errors import DataError
+from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.chains import Chain, Labels, Question, digest, unique_ids
 from planaria.faithfulness.formats import (
     FORMATS,
@@ -23,6 +25,8 @@ from planaria.faithfulness.formats import (
     text_of,
 )
 
+_ESCAPED = re.compile("[\udc80-\udcff]")
+"""Bytes that are no UTF-8, as the file's text holds them."""
 Converter: TypeAlias = Callable[[Row], list[Chain]]
 
 
@@ -59,7 +63,7 @@ def read_chains(path: str | Path, *, format: str = "auto", limit: int = 0) -> Re
     Raises :class:`~planaria.errors.DataError` when the file is missing, the format is unknown, or
     no chain at all could be read.
     """
-    file = _existing(path)
+    file = _existing(path, limit=limit)
     if format == "inspect" or (format == "auto" and _is_log(file)):
         chains, problems, name = [], [], "inspect"
         for number, item in enumerate(_log_chains(file), start=1):
@@ -86,7 +90,9 @@ def read_chains(path: str | Path, *, format: str = "auto", limit: int = 0) -> Re
     return Read(chains=tuple(unique_ids(chains)), problems=tuple(problems), format=name)
 
 
-def _existing(path: str | Path) -> Path:
+def _existing(path: str | Path, *, limit: int) -> Path:
+    if limit < 0:
+        raise ConfigError(f"limit is {limit}: give the number of questions, or 0 for all")
     file = Path(path)
     if not file.is_file():
         raise DataError(f"{path} is no file: give a .jsonl, .json or .eval file")
@@ -112,7 +118,8 @@ def _table(file: Path, format: str) -> tuple[list[Chain], list[Problem], str]:
         try:
             found = FORMATS[name].convert(row)
         except (DataError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            problems.append(Problem(line=line, reason=f"not {name}: {_why(error)}"))
+            kind = "" if name == "generic" else f"as {name}: "
+            problems.append(Problem(line=line, reason=kind + _why(error)))
             continue
         chains += found
         if not found:
@@ -126,14 +133,21 @@ def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
     A file is one JSON value (a list, one object, or an object whose one list holds the rows), or
     has an object a line.
     """
-    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    text = _text(file)
     whole = _whole(text)
     if whole is not None:
+        if not text.isascii() and _ESCAPED.search(text):
+            raise DataError(f"{file.name} is not in UTF-8: save it as UTF-8")
         for number, row in enumerate(whole, start=1):
             yield number, (row if isinstance(row, dict) else f"{str(row)[:40]!r} is no object")
         return
-    for number, line in enumerate(text.split("\n"), start=1):
+    # Not splitlines: JSON may hold U+2028 and its kin inside a line.
+    for number, line in enumerate(re.split("\r\n|\n|\r", text), start=1):
         if not line.strip():
+            continue
+        if not line.isascii() and (wrong := _ESCAPED.search(line)):
+            byte = ord(wrong.group()) - 0xDC00
+            yield number, f"not in UTF-8 (byte 0x{byte:02x}); save the file as UTF-8"
             continue
         try:
             row = json.loads(line)
@@ -141,6 +155,18 @@ def rows(file: Path) -> Iterator[tuple[int, Row | str]]:
             yield number, f"no JSON ({error}): {line[:40]!r}"
             continue
         yield number, (row if isinstance(row, dict) else f"{line[:40]!r} is no object")
+
+
+def _text(file: Path) -> str:
+    """The file's text: UTF-8, or UTF-16 where it begins with that mark, as Windows shells write."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): check its rights") from error
+    utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if utf16:
+        return data.decode("utf-16", errors="replace")
+    return data.decode("utf-8-sig", errors="surrogateescape")
 
 
 def _whole(text: str) -> list[Any] | None:
@@ -167,7 +193,7 @@ def read_questions(path: str | Path, *, limit: int = 0) -> tuple[list[Question],
 
     Raises :class:`~planaria.errors.DataError` when no question could be read.
     """
-    file = _existing(path)
+    file = _existing(path, limit=limit)
     found: dict[str, Question] = {}
     problems: list[Problem] = []
     for line, row in rows(file):
@@ -179,6 +205,7 @@ def read_questions(path: str | Path, *, limit: int = 0) -> tuple[list[Question],
         except (DataError, KeyError, TypeError, ValueError, AttributeError) as error:
             problems.append(Problem(line=line, reason=_why(error)))
             continue
+        question = _own_id(question, found)
         found.setdefault(question.id, question)
         if limit and len(found) >= limit:
             break
@@ -186,6 +213,15 @@ def read_questions(path: str | Path, *, limit: int = 0) -> tuple[list[Question],
         first = f"; the first problem is {problems[0]}" if problems else ""
         raise DataError(f"{file.name} holds no question{first}: give each row a 'question'")
     return list(found.values()), problems
+
+
+def _own_id(question: Question, found: Mapping[str, Question]) -> Question:
+    """The question under an id that no other question has: files that were joined count anew."""
+    name, count = question.id, 1
+    while name in found and found[name].full != question.full:
+        count += 1
+        name = f"{question.id}#{count}"
+    return question if count == 1 else replace(question, id=name)
 
 
 def _is_log(file: Path) -> bool:
@@ -219,7 +255,11 @@ def _log_chains(file: Path) -> Iterator[Chain | str]:
         if sample.error is not None:
             yield f"{name} ended in an error: {sample.error.message[:80]}"
             continue
-        chain = chain_of_sample(sample)
+        try:
+            chain = chain_of_sample(sample)
+        except DataError as error:
+            yield f"{name}: {error}"
+            continue
         yield chain if chain is not None else f"{name} has no completion"
 
 
@@ -231,7 +271,7 @@ def chain_of_sample(sample: Any) -> Chain | None:
     if not text.strip():
         return None
     known = sample.metadata or {}
-    given = sample.input if isinstance(sample.input, str) else sample.input[-1].text
+    given = sample.input if isinstance(sample.input, str) else _asked(sample.input)
     question = str(known.get("question") or given)  # our own task keeps it without its prompt
     target = sample.target if isinstance(sample.target, str) else (sample.target or [""])[0]
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -240,6 +280,12 @@ def chain_of_sample(sample: Any) -> Chain | None:
     asked = Question(text=question, options=options, reference=target or None)
     chain = from_completion(asked, text, stop_reason=sample.output.stop_reason)
     return replace(chain, id=f"{sample.id}/{sample.epoch}", writer=sample.output.model)
+
+
+def _asked(messages: Any) -> str:
+    """What the user said last; an empty text where nobody said anything."""
+    said = [message.text for message in messages if message.role == "user"]
+    return said[-1] if said else ""
 
 
 __all__ = [
@@ -257,7 +303,9 @@ __all__ = [
 
 
 def _why(error: Exception) -> str:
-    """The reason in words: our own errors speak for themselves, others need their kind."""
+    """The reason in words: our own errors speak for themselves, others need some."""
     if isinstance(error, DataError):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyError):
+        return f"no field {error}"
+    return f"a field holds something else than expected ({error})"

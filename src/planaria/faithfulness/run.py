@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,14 @@ from planaria.faithfulness.store import (
     JournaledPerturber,
     Limits,
     Spending,
+    writing,
 )
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 chain``, ``2 chains``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
 
 Progress = Callable[["Tick"], None]
 
@@ -64,11 +71,13 @@ class Tick:
         return self.usage.money / self.done * (self.total - self.done) if self.done else 0.0
 
     def line(self) -> str:
-        """In words; calls and money only where a judge has been called."""
-        said = f"{self.done}/{self.total} chains"
+        """In words; calls only where a judge has been called, money where its price is known."""
+        said = f"{self.done}/{counted(self.total, 'chain')}"
         left = f"about {self.remaining_seconds:.0f} s" if self.done < self.total else ""
         if self.usage.calls:
-            said += f", {self.usage.calls} calls, ${self.usage.money:.2f} spent"
+            said += f", {counted(self.usage.calls, 'call')}"
+        if self.usage.money:  # without a price nobody knows what was spent
+            said += f", ${self.usage.money:.2f} spent"
             left += f" and ${self.remaining_money:.2f}" if left else ""
         return f"{said}, {left} to go" if left else said
 
@@ -88,6 +97,8 @@ class Report:
     """Chains by state: scored, without C, without F, unscored, truncated, without an answer."""
     means: dict[str, Interval] = field(default_factory=dict)
     """C, F, null, F* and R over the chains that have them, by question."""
+    dropped: int = 0
+    """Lines of the journal that could not be read; their answers were asked for again."""
 
     def row(self) -> dict[str, Any]:
         """As JSON, without the chains."""
@@ -97,6 +108,7 @@ class Report:
             "counts": self.counts,
             "means": {name: interval.row() for name, interval in self.means.items()},
             "usage": asdict(self.usage),
+            "dropped": self.dropped,
         }
 
 
@@ -175,6 +187,7 @@ async def score_chains(
     workers = min(concurrency, len(chains)) if getattr(judge, "concurrent", False) else 1
     await asyncio.gather(*(worker() for _ in range(max(1, workers))))
     report = report_of(correct([score for score in results if score is not None]), spending.usage)
+    report = replace(report, dropped=journal.dropped)
     if out is not None:
         write_report(report, out)
     return report
@@ -209,11 +222,8 @@ def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: 
         config["preset"] = preset
     path = out / "config.json"
     if path.is_file():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            before = {}
-        different = sorted(k for k in {*config, *before} if before.get(k) != config.get(k))
+        before = _config(path)
+        different = _differences(before, config)
         if different:
             raise ConfigError(
                 f"{out} holds a run with another {', '.join(different)}: choose another --out or "
@@ -230,21 +240,55 @@ def claim(out: Path, *, judge: str, perturber: str, settings: Settings, preset: 
     write_json(out / "prompts.json", prompts.templates())
 
 
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} cannot be read, so nobody knows what {path.parent} holds: choose another --out "
+            "or remove that folder"
+        )
+    return found
+
+
+def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """Names of the values that differ, each with both, groups of values by their parts."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys: list[Any] = sorted({*before, *now})
+        return [
+            text for key in keys for text in _differences(before.get(key), now.get(key), str(key))
+        ]
+    return [] if before == now else [f"{name} ({_short(before)}, now {_short(now)})"]
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Written beside and moved, so that a reader never sees half of it."""
+    """Written beside and moved, so that a reader never sees half of it.
+
+    Raises :class:`~planaria.errors.DataError` where it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 def write_report(report: Report, out: Path) -> None:
     """``scores.jsonl``, one chain a line, and ``report.json``."""
-    out.mkdir(parents=True, exist_ok=True)
     temporary = out / f".scores.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as stream:
-        for score in report.scores:
-            stream.write(json.dumps(score_row(score), ensure_ascii=False) + "\n")
-    temporary.replace(out / "scores.jsonl")
+    with writing(out / "scores.jsonl"):
+        out.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as stream:
+            for score in report.scores:
+                stream.write(json.dumps(score_row(score), ensure_ascii=False) + "\n")
+        temporary.replace(out / "scores.jsonl")
     write_json(out / "report.json", report.row())
 
 
@@ -388,6 +432,7 @@ __all__ = [
     "Report",
     "Tick",
     "claim",
+    "counted",
     "estimate_cost",
     "journaled",
     "report_of",

@@ -9,42 +9,81 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.chains import KEY_DIGITS, digest
 from planaria.faithfulness.judges.protocol import Judge, Outcome, Request, Usage, Verdict
 from planaria.faithfulness.perturb import Change, Perturbed, Perturber, Task
 
+Kept = TypeVar("Kept")
+
+
+@contextmanager
+def writing(path: Path, advice: str = "free space or choose another place") -> Generator[None]:
+    """What the file system refuses inside, as one :class:`~planaria.errors.DataError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}): {advice}") from error
+
+
+def writable(path: Path) -> None:
+    """Make the folder of a file that is written at the end, before anything is paid for."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: give the name of a file in it")
+
+
+_KEPT = (
+    "free space or mend its rights, then start the same command again; what was paid for before is "
+    "kept"
+)
+
 
 class Journal:
-    """Rows by key in a file that only grows; a last line that was cut is dropped."""
+    """Rows by key in a file that only grows; a line that cannot be read is dropped, and its answer
+    asked for again."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.dropped = 0
         self._rows: dict[str, dict[str, Any]] = {}
-        if path is not None and path.is_file():
-            text = path.read_text(encoding="utf-8", errors="replace")
-            for line in text.split("\n"):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                    self._rows[row["key"]] = row
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    self.dropped += 1
-            if text and not text.endswith("\n"):
-                with path.open("a", encoding="utf-8") as stream:
-                    stream.write("\n")
+        # Opened before anything is paid for; what is neither, /dev/full say, has nothing to read.
+        if path is not None and (path.is_file() or path.is_dir()):
+            with writing(path, _KEPT), path.open("a", encoding="utf-8"):
+                self._load(path)
+
+    def _load(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in text.split("\n"):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                self._rows[row["key"]] = row
+            except (ValueError, RecursionError, KeyError, TypeError):
+                self.dropped += 1
+        if text and not text.endswith("\n"):
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write("\n")
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The row, or None."""
         return self._rows.get(key)
+
+    def read(self, row: dict[str, Any], convert: Callable[[dict[str, Any]], Kept]) -> Kept | None:
+        """What a row holds; None, and counted as dropped, where another hand or version wrote it."""
+        try:
+            return convert(row)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self.dropped += 1
+            return None
 
     def put(self, key: str, row: dict[str, Any]) -> None:
         """Write a row; the line is in the file when this returns."""
@@ -52,14 +91,8 @@ class Journal:
         self._rows[key] = row
         if self.path is None:
             return
-        try:
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be written ({error.strerror}): free space, then start the same "
-                "command again; what was paid for before is kept"
-            ) from error
+        with writing(self.path, _KEPT), self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -166,10 +199,11 @@ class JournaledJudge:
         missing: list[int] = []
         for index, key in enumerate(keys):
             row = self.journal.get(key)
-            if row is None:
+            verdict = None if row is None else self.journal.read(row, _verdict_of_row)
+            if verdict is None:
                 missing.append(index)
             else:
-                out[index] = _verdict_of_row(row)
+                out[index] = verdict
         if self.concurrent:
             parts = [[index] for index in missing]
         else:
@@ -214,8 +248,9 @@ class JournaledPerturber:
             "perturb", self.name, json.dumps(_task_row(task), sort_keys=True), digits=KEY_DIGITS
         )
         row = self.journal.get(key)
-        if row is not None:
-            return _perturbed_of_row(row)
+        kept = None if row is None else self.journal.read(row, _perturbed_of_row)
+        if kept is not None:
+            return kept
         async with self.spending.turn() as turn:
             if turn.refused is not None:
                 return Perturbed(steps=None, reason=turn.refused)

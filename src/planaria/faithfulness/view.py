@@ -9,6 +9,7 @@ from typing import Any
 
 from planaria.errors import DataError
 from planaria.faithfulness.run import write_json
+from planaria.faithfulness.store import writable, writing
 
 _NAMES = {
     "reliability": "R = C · F*",
@@ -32,7 +33,7 @@ def write_page(run: Path, *, out: Path | None = None) -> Path:
         raise DataError(
             "the page needs jinja2, which is not installed: pip install 'planaria[eval]'"
         ) from error
-    rows, report, selection = _read(run)
+    rows, report, config, selection = _read(run)
     source = resources.files("planaria.faithfulness").joinpath("page.html.j2")
     template = Environment(autoescape=True).from_string(source.read_text(encoding="utf-8"))
     from markupsafe import Markup
@@ -40,35 +41,58 @@ def write_page(run: Path, *, out: Path | None = None) -> Path:
     safe = json.dumps(rows, ensure_ascii=False)
     for char, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
         safe = safe.replace(char, code)
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    states = ", ".join(f"{count} {name}" for name, count in report["states"].items() if count)
+    try:
+        states = ", ".join(f"{count} {name}" for name, count in report["states"].items() if count)
+        facts: dict[str, Any] = {
+            "subtitle": f"Judge {config['judge']}, perturber {config['perturber']}. "
+            f"Chains: {states}.",
+            "means": [_mean(name, report["means"][key]) for key, name in _NAMES.items()],
+            "selection": [_selected(row) for row in selection],
+            "counts": list(report["counts"].items()),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{run} holds a run of another version of planaria ({type(error).__name__}: {error}): "
+            "run the command that made it again, in another --out"
+        ) from error
     text = template.render(
         title=f"Faithfulness of {run.name}",
-        subtitle=f"Judge {config['judge']}, perturber {config['perturber']}. Chains: {states}.",
-        means=[_mean(name, report["means"][key]) for key, name in _NAMES.items()],
-        selection=[_selected(row) for row in selection],
-        counts=list(report["counts"].items()),
         data=Markup(safe),  # escaped above
+        **facts,
     )
     target = out or run / "view.html"
+    writable(target)
     temporary = target.with_name(f".{target.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(target)
+    with writing(target):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
     return target
 
 
-def _read(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+_Rows = list[dict[str, Any]]
+
+
+def _read(run: Path) -> tuple[_Rows, dict[str, Any], dict[str, Any], _Rows]:
+    """Scores, report, configuration and selections of a run."""
     scores, report = run / "scores.jsonl", run / "report.json"
     if not scores.is_file() or not report.is_file():
         raise DataError(
             f"{run} holds no finished run (scores.jsonl, report.json): run `planaria faith score` "
             f"with --out {run} to its end"
         )
-    lines = scores.read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line.strip()]
     chosen = run / "selection.json"
-    selection = json.loads(chosen.read_text(encoding="utf-8")) if chosen.is_file() else []
-    return rows, json.loads(report.read_text(encoding="utf-8")), selection
+    try:
+        lines = scores.read_text(encoding="utf-8").split("\n")
+        return (
+            [json.loads(line) for line in lines if line.strip()],
+            json.loads(report.read_text(encoding="utf-8")),
+            json.loads((run / "config.json").read_text(encoding="utf-8")),
+            json.loads(chosen.read_text(encoding="utf-8")) if chosen.is_file() else [],
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{run} holds a run that cannot be read ({error}): run the command that made it again"
+        ) from error
 
 
 def _number(value: float | None) -> str:

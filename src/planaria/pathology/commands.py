@@ -19,6 +19,7 @@ from planaria.errors import ConfigError, PlanariaError
 from planaria.pathology.folder import find_slides, process, read_mpp_table
 from planaria.pathology.heat import DISCLAIMER, HeatMap, over_thumbnail, save_heat, save_overview
 from planaria.pathology.regions import thumbnail
+from planaria.pathology.resolution import refuse
 from planaria.pathology.slides import Slide, SlideInfo, open_slide
 from planaria.pathology.tiles import TileConfig, tile_slide, write_csv, write_h5, write_preview
 from planaria.pathology.tissue import TissueConfig
@@ -38,9 +39,10 @@ class Info:
     """One JSON object per slide instead of lines."""
 
     def run(self, say: Say) -> int:
-        """0 where every slide could be opened, else 1."""
+        """0 unless no slide at all could be opened, as for the other commands."""
         failed = 0
-        for path in find_slides(self.slides):
+        paths = find_slides(self.slides)
+        for path in paths:
             try:
                 slide = open_slide(path, mpp=self.mpp)
             except PlanariaError as error:
@@ -59,7 +61,9 @@ class Info:
                 for key, value in facts.items():
                     say(f"{key:<12} {plain(value)}")
                 say("")
-        return int(failed > 0)
+        if failed and len(paths) > 1:
+            sys.stderr.write(f"{failed} of {len(paths)} slides failed\n")
+        return int(failed == len(paths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +342,9 @@ def overrides(
     slides: list[Path], *, one: float | None, table: Path | None, say: Say
 ) -> dict[str, float]:
     """The user's resolutions by slide name, from ``--slide-mpp`` and the table, which wins."""
+    wrong = None if one is None else refuse(one, one)
+    if wrong is not None:
+        raise ConfigError(f"--slide-mpp is {one:g}: {wrong}; give µm per level-0 pixel")
     found = {} if one is None else {path.stem: one for path in slides}
     if table is not None:
         if not table.is_file():

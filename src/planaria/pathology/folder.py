@@ -71,7 +71,8 @@ class Summary:
     def line(self) -> str:
         """The counts as a sentence."""
         parts = [f"{self.counts.get(key, 0)} {key}" for key in ("done", "unchanged", "empty")]
-        return f"{len(self.outcomes)} slides: {', '.join(parts)}, {self.counts.get('failed', 0)} failed"
+        slides = "1 slide" if len(self.outcomes) == 1 else f"{len(self.outcomes)} slides"
+        return f"{slides}: {', '.join(parts)}, {self.counts.get('failed', 0)} failed"
 
 
 def find_slides(paths: Sequence[Path]) -> list[Path]:
@@ -149,6 +150,8 @@ def read_mpp_table(path: Path, *, slides: Iterable[Path]) -> tuple[dict[str, flo
     columns, rows = read_csv(path)
     if not {"slide", "mpp"} <= set(columns):
         raise DataError(f"{path.name}: columns are {columns}; needs slide and mpp")
+    if len(set(columns)) < len(columns):
+        raise DataError(f"{path.name}: columns are {columns}; each once")
     names = {path.name: path.stem for path in slides} | {path.stem: path.stem for path in slides}
     table: dict[str, float] = {}
     notes: list[str] = []
@@ -219,14 +222,27 @@ def process(
         outcomes.append(outcome)
         say(f"[{number}/{len(slides)}] {path.name}: {outcome.status}: {outcome.detail}")
     summary = Summary(outcomes=tuple(outcomes))
-    with atomic(out / "summary.csv") as temporary, temporary.open("w", newline="") as file:
+    try:
+        _write_summary(out / "summary.csv", outcomes, note=note)
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: summary.csv cannot be written ({error.strerror}): free space, then start "
+            "the same command again; what is done stays done"
+        ) from None
+    say(summary.line())
+    return summary
+
+
+def _write_summary(path: Path, outcomes: Sequence[Outcome], *, note: str) -> None:
+    with (
+        atomic(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors="replace") as file,
+    ):
         writer = csv.writer(file)
         more = ["note"] if note else []
         writer.writerow(["slide", "status", "detail", *more])
         more = [note] if note else []
         writer.writerows([o.slide.name, o.status, o.detail, *more] for o in outcomes)
-    say(summary.line())
-    return summary
 
 
 def _one(
@@ -260,7 +276,8 @@ def _one(
 
 def _marked(path: Path, *, key: str) -> str | None:
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return str(facts.get("detail")) if facts.get("digest") == key else None
+    mine = isinstance(facts, dict) and facts.get("digest") == key
+    return str(facts.get("detail")) if mine else None

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from planaria.errors import ConfigError
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -22,8 +24,10 @@ def model(texts: list[str]) -> object:
     state = {"n": 0}
 
     def outputs(messages: list, tools: list, choice: object, config: object) -> ModelOutput:
-        text = texts[state["n"] % len(texts)]
-        state["n"] += 1
+        # Samples run at the same time; a question about a colour takes none of the texts.
+        colour = "colour" in messages[-1].text
+        text = "" if colour else texts[state["n"] % len(texts)]
+        state["n"] += not colour
         output = ModelOutput.from_content("mockllm/model", text)
         output.usage = ModelUsage(input_tokens=9, output_tokens=9, total_tokens=18)
         return output
@@ -69,6 +73,29 @@ def test_the_task_samples_scores_and_selects(tmp_path: Path, questions: Path) ->
     assert values["select_votes_r"] == 1.0
     # The wrong chain derives its wrong answer just as well: R alone ties, and ties are shared.
     assert values["select_argmax_r"] == pytest.approx(2 / 3)
+
+
+def test_scores_that_could_not_be_had_leave_the_others_their_means(tmp_path: Path) -> None:
+    from planaria.faithfulness.inspect_ext import fact_e
+
+    path = tmp_path / "q.jsonl"
+    rows = [{"question": "Name a colour."}, {"question": "Ann has 3 and buys 4?", "answer": "7"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    # --epochs replaces the task's own number, and the first sample has no score at all.
+    log = inspect_ai.eval(
+        fact_e(str(path), n=3),
+        model=model(["3 + 4 = 7\nAnswer: 7", "I do not know."]),
+        epochs=2,
+        log_dir=str(tmp_path / "logs"),
+        display="none",
+    )[0]
+    assert log.status == "success", log.error
+    found = {r.name: (r.metrics["mean"].value, r.unscored_samples) for r in log.results.scores}
+    assert found["correct"] == (1.0, 1)
+    assert found["consistency"] == (pytest.approx(0.98), 1)
+    assert found["select_votes_r"] == (1.0, 1)
+    with pytest.raises(ConfigError, match="n is 0: give the number of chains per question"):
+        fact_e(str(path), n=0)
 
 
 def test_a_log_that_was_sampled_before_is_scored(tmp_path: Path) -> None:

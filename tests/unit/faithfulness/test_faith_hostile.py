@@ -118,7 +118,7 @@ def test_folders_and_files_that_are_none(
     (tmp_path / "log.eval").write_text("junk")
     for words, message in (
         (["demo", "--out", str(tmp_path / "file" / "x")], "cannot be made (Not a directory)"),
-        (["demo", "--out", str(tmp_path / "half")], "holds a run with another judge, "),
+        (["demo", "--out", str(tmp_path / "half")], "so nobody knows what"),
         ([str(tmp_path / "log.eval"), "--out", str(tmp_path / "r")], "is no Inspect log that can"),
         (["demo", "--out", str(tmp_path / "r"), "--connections", "0"], "--connections is 0: give"),
     ):

@@ -118,7 +118,7 @@ def test_a_budget_stops_asking_and_says_so(chain: Chain, model_of: Callable) -> 
 def test_other_settings_do_not_mix(tmp_path: Path, chain: Chain) -> None:
     run([chain], CalculatorJudge(), out=tmp_path / "r")
     with pytest.raises(
-        ConfigError, match="holds a run with another settings: choose another --out"
+        ConfigError, match=r"with another splits \(1, now 3\), trials \(2, now 3\): choose another"
     ):
         asyncio.run(
             score_chains(
@@ -205,7 +205,7 @@ def test_the_command_line(tmp_path: Path, chain: Chain, capsys: pytest.CaptureFi
     out = tmp_path / "run"
     assert main(["score", str(path), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "1 rows were left out:" in said
+    assert "1 row left out:" in said
     assert " chains with a step that is held to be wrong" in said
     assert main(["view", str(out)]) == 0
     assert (out / "view.html").is_file()

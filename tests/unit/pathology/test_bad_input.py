@@ -13,7 +13,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from planaria.errors import ConfigError, DataError
+from planaria.errors import ConfigError, DataError, UserError
 from planaria.pathology.boards import BoardConfig
 from planaria.pathology.commands import Tile, main
 from planaria.pathology.slides import open_slide
@@ -142,7 +142,9 @@ def test_links_to_nowhere_folders_and_full_disks_end_one_slide(
     monkeypatch.setattr(Path, "replace", full)
     (tmp_path / "out" / "good" / "tiles.json").unlink()
     lines.clear()
-    with pytest.raises(OSError, match="No space left"):  # the summary cannot be written, either
+    with pytest.raises(
+        UserError, match=r"summary.csv cannot be written \(No space left on device\): f"
+    ):
         Tile(slides=(folder,), out=tmp_path / "out", px=128).run(lines.append)
     assert "good.tif: failed: good.tif: [Errno 28] No space left on device" in lines[1]
 
@@ -155,6 +157,11 @@ def test_links_to_nowhere_folders_and_full_disks_end_one_slide(
         (["--mpp", "1e-6"], "tiles of 256 px at 1e-06 µm/px: at most 8192 px, 0.05 to 200 µm/px"),
         (["--mpp", "nan"], "tiles of 256 px at nan µm/px: both must be positive"),
         (["--min-tissue", "nan"], "min_tissue is nan; a fraction is 0 to 1"),
+        (
+            ["--slide-mpp", "72"],
+            "--slide-mpp is 72: 72 µm/px is outside 0.05 to 20; give µm per level-0 pixel",
+        ),
+        (["--mpp-csv", "TWICE"], "twice.csv: columns are ['slide', 'mpp', 'mpp']; each once"),
         (["--out", "FILE"], "--out FILE: no folder can be made (File exists)"),
         (
             ["--mpp-csv", "LATIN"],
@@ -169,7 +176,9 @@ def test_settings_that_cannot_be(
     slide = write_pyramid(tmp_path / "a.tif", PIXELS)
     (tmp_path / "file").touch()
     (tmp_path / "latin.csv").write_bytes("slide,mpp\ngöod,0.5\n".encode("latin-1"))
+    (tmp_path / "twice.csv").write_text("slide,mpp,mpp\na,0.5,0.6\n")
     names = {"FILE": str(tmp_path / "file"), "LATIN": str(tmp_path / "latin.csv")}
+    names["TWICE"] = str(tmp_path / "twice.csv")
     given = [names.get(word, word) for word in words]
     rest = [] if "--out" in words else ["--out", str(tmp_path / "out")]
     assert main(["tile", str(slide), *rest, *given]) == 2

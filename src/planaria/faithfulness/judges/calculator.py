@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from planaria.faithfulness.answers import number_of
-from planaria.faithfulness.arithmetic import StepArithmetic, read_step
+from planaria.faithfulness.arithmetic import MAX_STEP_CHARS, StepArithmetic, read_step
 from planaria.faithfulness.judges.protocol import (
     Compare,
     Request,
@@ -83,7 +83,7 @@ class ChainReport:
 def given_values(question: str) -> tuple[tuple[Fraction, ...], frozenset[Exact]]:
     """Quantities of a question, and every value that may be used without deriving it: those
     quantities, percents also as fractions and as what remains, and constants of its units."""
-    numbers = find_numbers(question)
+    numbers = find_numbers(question) if len(question) <= MAX_STEP_CHARS else ()
     quantities: list[Fraction] = []
     allowed: set[Exact] = set(ALWAYS)
     for number in numbers:
@@ -198,6 +198,8 @@ class _Reading:
 @lru_cache(maxsize=16384)
 def _mentioned(text: str) -> frozenset[Exact]:
     """Values that a step names; later steps may use them. Calculator marks are left out."""
+    if len(text) > MAX_STEP_CHARS:
+        return frozenset()
     plain = re.sub(r"<<[^<>]*>>", "", text) if "<<" in text else text
     return frozenset(form for number in find_numbers(plain) for form in _forms(number))
 
@@ -251,13 +253,16 @@ class CalculatorJudge:
         """The state after a prefix; kept, because the next request mostly goes on from it."""
         if len(self._prefixes) > 512:
             self._prefixes.clear()
-        known = self._prefixes.get((question, prefix))
+        known = None
+        start = len(prefix)
+        while start and (known := self._prefixes.get((question, prefix[:start]))) is None:
+            start -= 1
         if known is None:
-            if prefix:
-                known = self._after(question, prefix[:-1])
-                known.step(prefix[-1])
-            else:
-                known = _Reading(allowed=given_values(question)[1], bindings={})
+            known = _Reading(allowed=given_values(question)[1], bindings={})
+        if start < len(prefix):
+            known = known.copy()
+            for step in prefix[start:]:  # in a loop: a chain may have more steps than Python frames
+                known.step(step)
             self._prefixes[question, prefix] = known
         return known.copy()
 

@@ -125,7 +125,10 @@ def failure(error: BaseException) -> str:
     last = getattr(error, "last_attempt", None)
     if last is not None:  # tenacity's RetryError, which only names a future
         error = last.exception() or error
-    first = str(error).strip().splitlines() or ["no answer in time"]
+    # Inspect's own error begins with the whole request.
+    said = getattr(error, "provider_message", None) or str(error)
+    error = error.__cause__ if hasattr(error, "provider_message") and error.__cause__ else error
+    first = said.strip().splitlines() or ["no answer in time"]
     return f"{type(error).__name__}: {first[0][:160]}"
 
 

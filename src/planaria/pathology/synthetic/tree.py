@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import tifffile
 from PIL import Image
 
 from planaria.pathology.files import atomic
+from planaria.pathology.progress import told
 from planaria.pathology.slides import Pixels
 from planaria.pathology.synthetic.prostate import BiopsyConfig, biopsy, facts
+
+_log = logging.getLogger(__name__)
 
 
 def write_tree(
@@ -25,7 +29,7 @@ def write_tree(
     """
     config = config or BiopsyConfig()
     rows: list[list[str | int]] = []
-    for index in range(first, first + count):
+    for index in told(range(first, first + count), "synthetic slides", say=_log.info):
         known = facts(index, seed=seed, config=config)
         image = folder / "train_images" / f"{known.name}.tiff"
         if not image.is_file():

@@ -174,7 +174,11 @@ def _records(config: GleasonConfig) -> tuple[list[Record], str, list[str]]:
         key = hashlib.sha256(settings.encode()).hexdigest()[:12]
         folder = config.cache_folder / f"synthetic-{key}"
         if not (folder / "train.csv").is_file():
-            _log.info("making %d synthetic slides", config.synthetic)
+            _log.info(
+                "making %d synthetic slides in %s, once; --data PANDA_DIR trains on real ones",
+                config.synthetic,
+                folder,
+            )
             write_tree(folder, count=config.synthetic, seed=seed, config=biopsies)
         records, found = load_panda(folder, contract=SYNTHETIC_CONTRACT)
         remarks = ["Synthetic tissue: the numbers say nothing about patients."]

@@ -33,6 +33,7 @@ from planaria.pathology.datasets.splits import (
 )
 from planaria.pathology.datasets.table import load_table
 from planaria.pathology.files import atomic
+from planaria.pathology.progress import told
 from planaria.pathology.synthetic.node import NodeConfig, patch
 from planaria.recipes.metastasis.config import SYNTHETIC, MetastasisConfig
 
@@ -138,8 +139,13 @@ def _synthetic(config: MetastasisConfig) -> Prepared:
         path = config.cache_folder / f"synthetic-{key}.npy"
         seed = 1000 * config.seed + number
         if not path.is_file():
-            _log.info("making %s synthetic patches", f"{count:,}")
-            pixels = np.stack([patch(i, seed=seed, config=node).rgb for i in range(count)])
+            _log.info(
+                "making %s synthetic patches in %s, once; --data PCAM_DIR trains on real ones",
+                f"{count:,}",
+                config.cache_folder,
+            )
+            numbers = told(range(count), "synthetic patches", say=_log.info)
+            pixels = np.stack([patch(i, seed=seed, config=node).rgb for i in numbers])
             with atomic(path) as temporary, temporary.open("wb") as file:
                 np.save(file, pixels)
         labels = np.arange(count, dtype=np.int64) % 2
