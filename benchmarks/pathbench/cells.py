@@ -32,7 +32,7 @@ METASTASIS = MetastasisConfig(
     attention=False,
     fusion=False,
     rcc=False,
-    epochs=64,
+    epochs=128,
     evals=4,
     lr=4e-3,
 )

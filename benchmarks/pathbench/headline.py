@@ -66,7 +66,7 @@ HEADLINES = (
     Headline(
         recipe="metastasis",
         setting="--synthetic 256 512 2048 --width 0.25 --depth 0.5 --batch 16 "
-        "--epochs 64 --evals 4 --lr 4e-3 --stem-stride 2 --no-attention --no-fusion",
+        "--epochs 128 --evals 4 --lr 4e-3 --stem-stride 2 --no-attention --no-fusion",
         method="--rcc",
         bare="--no-rcc",
         fault="kill:worker=1,step=200,phase=backward",
