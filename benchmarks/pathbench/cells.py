@@ -27,17 +27,19 @@ NETWORK: dict[str, Any] = {"width": 0.25, "depth": 0.5}
 
 METASTASIS = MetastasisConfig(
     **NETWORK,
-    synthetic=(256, 512, 2048),
+    synthetic=(768, 512, 2048),
     stem_stride=2,
     attention=False,
     fusion=False,
     rcc=False,
-    epochs=128,
+    turns=False,
+    epochs=24,
     evals=4,
     lr=4e-3,
 )
-"""The bare baseline of the metastasis table, of the size of the launched one: few patches, seen often.
-With many patches, or few epochs, runs differ most in when they first find what tells cells apart."""
+"""The bare baseline of the metastasis table, of the size of the launched one: few patches, seen
+often, never turned. What is not on does not make up for what is left out; with many patches, or few
+epochs, runs differ most in when they first find what tells cells apart."""
 
 GLEASON = GleasonConfig(
     **NETWORK,
@@ -59,7 +61,13 @@ GLEASON = GleasonConfig(
 of another tissue in A's."""
 
 SOURCE = dataclasses.replace(
-    METASTASIS, laboratories="A", synthetic=(2048, 512, 512), epochs=8, views=1, seed=100
+    METASTASIS,
+    laboratories="A",
+    synthetic=(2048, 512, 512),
+    turns=True,
+    epochs=8,
+    views=1,
+    seed=100,
 )
 """What the Gleason table's networks are pre-trained on, as other people's are on ImageNet: another
 tissue in another laboratory's stain."""
