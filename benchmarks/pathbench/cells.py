@@ -27,13 +27,13 @@ NETWORK: dict[str, Any] = {"width": 0.25, "depth": 0.5}
 
 METASTASIS = MetastasisConfig(
     **NETWORK,
-    synthetic=(768, 512, 2048),
+    synthetic=(512, 512, 2048),
     stem_stride=2,
     attention=False,
     fusion=False,
     rcc=False,
     turns=False,
-    epochs=24,
+    epochs=54,
     evals=4,
     lr=4e-3,
 )

@@ -194,7 +194,8 @@ def _targets(rows: Rows) -> str:
             ]
         )
     for recipe in MEASURE:
-        calm, struck = runs.get((recipe, "calm", 0)), runs.get((recipe, "struck", 0))
+        struck = next(iter(rows.of("headline", recipe=recipe, which="struck")), None)
+        calm = runs.get((recipe, "calm", struck["seed"])) if struck else None
         if calm is None or struck is None:
             out.append([f"{recipe}, worker killed", "equal digests", "missing", _met(False)])
             continue
@@ -215,7 +216,7 @@ def _targets(rows: Rows) -> str:
         better = gap(chosen) if chosen else None
         said = str(better) if better else "missing"
         out.append([name, "AUC, clear of 0", said, _met(better is not None and better.low > 0)])
-    grade = runs.get(("gleason", "struck", 0))
+    grade = next(iter(rows.of("headline", recipe="gleason", which="struck")), None)
     said = f"{grade['value']:.3f} on {len(grade['groups'])} slides" if grade else "missing"
     met = bool(grade) and grade["value"] >= KAPPA and len(grade["groups"]) >= SLIDES
     out.append(

@@ -37,7 +37,7 @@ class NodeConfig:
     """Pixels along one side of a patch."""
     mpp: float = 0.97
     """µm/px, as in PCam."""
-    likeness: float = 0.35
+    likeness: float = 0.2
     """0: tumour nuclei are twice as large as lymphocytes'; 1: they look like histiocytes."""
     mimics: float = 0.35
     """Fraction of a patch that histiocytes occupy."""
