@@ -64,7 +64,8 @@ HOLDS = (
 CALIBRATION = """\
 How far tumour stands from the centre, how many patches train, how often they are seen and whether
 they are turned was chosen on other seeds than those above, whose patches are other ones in all three
-parts; everything that was tried is here, and the last rows are the choice. The bare and the other runs
+parts; everything that was tried is here (`likeness` 0.35 where nothing else is said). The choice is the
+last row with half as many epochs again; its bare run was not tried before. The bare and the other runs
 differ in nothing but what is on. So the gain above is that of crops **where nothing else keeps a
 network from learning its patches by heart**. With turns, which are the recipe's default, crops added
 in one process (three seeds of three) and not when launched (one of three): no gain is shown there. In
