@@ -17,12 +17,17 @@ import tyro
 Entry = tuple[tuple[str, ...], str, Callable[[], Any], Callable[[Any], int]]
 """Words, line in the help, the type that tyro reads, what is done with the parsed command."""
 
+_LLM = ("model", "tensorboard")
+_PATHOLOGY = (
+    *("model.pt", "model.json", "results.json", "predictions.json", "predictions.csv"),
+    *("confusion.png", "calibration.png", "gleason.toml", "metastasis.toml"),
+)
 RECIPES = {
-    "llm": ("LlmConfig", "train a language model on text"),
-    "metastasis": ("MetastasisConfig", "train a classifier of lymph-node patches"),
-    "gleason": ("GleasonConfig", "train a grader of prostate slides"),
+    "llm": ("LlmConfig", "train a language model on text", _LLM),
+    "metastasis": ("MetastasisConfig", "train a classifier of lymph-node patches", _PATHOLOGY),
+    "gleason": ("GleasonConfig", "train a grader of prostate slides", _PATHOLOGY),
 }
-"""Recipe: the name of its configuration, and its line in the help."""
+"""Recipe: the name of its configuration, its line in the help, what it leaves in its folder."""
 
 FAITH = {
     "score": "score chains of thought for faithfulness and consistency",
@@ -41,7 +46,7 @@ SLIDE = {
 
 def entries(launching: type) -> Iterator[Entry]:
     """All of them, in the order of the help; ``launching`` holds the options of a run."""
-    for name, (config, summary) in RECIPES.items():
+    for name, (config, summary, _) in RECIPES.items():
         yield (("train", name), summary, _recipe(name, config, launching), _train(name))
     yield (
         ("plan-comm",),
@@ -77,6 +82,7 @@ def _recipe(name: str, config: str, launching: type) -> Callable[[], Any]:
 def _train(name: str) -> Callable[[Any], int]:
     def run(command: Any) -> int:
         from planaria.demo import PRELOAD
+        from planaria.runtime.launch import reuse
         from planaria.runtime.launch.config import for_recipe
         from planaria.runtime.launch.launcher import launch
 
@@ -85,8 +91,14 @@ def _train(name: str) -> Callable[[Any], int]:
             for f in dataclasses.fields(command.launching)
         }
         preload = PRELOAD if name == "llm" else ()
-        module = f"planaria.recipes.{name}.train"
-        config = for_recipe(command.recipe, module=module, preload=preload, **options)
+        config = for_recipe(
+            command.recipe,
+            module=f"planaria.recipes.{name}.train",
+            preload=preload,
+            results=RECIPES[name][2],
+            **options,
+        )
+        reuse.check(config)
         # Before any process starts: data that cannot be read are one line.
         prepare = importlib.import_module(f"planaria.recipes.{name}").prepare
         if name == "llm":

@@ -12,20 +12,25 @@ import dataclasses
 import difflib
 import io
 import logging
-import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
 import planaria
 from planaria import capabilities
 from planaria.errors import PlanariaError, UserError
+from planaria.wording import Held, one_line, renamed
 
-_FRAME = re.compile(r"^[-─╭╮╰╯│|+ ]*[─╭╮╰╯│|+ -]{3,}$|^[│| ]+|[│| ]+$")
+_INJECT = (
+    "Fault for tests: kill:worker=W,step=S,phase=P or stop:…; node=N in the place of worker=W hits a "
+    "whole machine. Phases: data, forward, backward, collective, optimizer, capture, replicate, "
+    "commit. May be given several times."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +53,11 @@ class Launching:
     """Replace a lost worker by a fresh warm spare."""
     max_restarts: int = 3
     """How often a script that never joins may be started anew as a whole."""
-    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Fault for tests, kill:worker=W,step=S,phase=P or stop:…; may be given several times."""
+    inject: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(help=_INJECT)]] = ()
+    fresh: bool = False
+    """Begin anew in a folder that holds a run; that one is put aside there, nothing is deleted."""
+    resume: bool = False
+    """Go on from the folder's checkpoint even where it is of another script or other arguments."""
     node: str = ""
     """Failure domain of this machine's workers; default: its host name."""
     certificate: str = ""
@@ -281,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _parse(arguments)()
     except PlanariaError as error:
         if debug:
-            raise
+            traceback.print_exc()
+            return error.exit_code
         sys.stderr.write(f"planaria: {error}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
@@ -307,6 +316,9 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     word = next((word for word in arguments if word not in groups), "--help")
     if word in ("-h", "--help"):
         group = arguments[0] if arguments[:1] and arguments[0] in groups else ""
+        if arguments == [group]:
+            names = ", ".join(c.words[1] for c in commands() if c.words[0] == group)
+            raise UserError(f"planaria {group} is not whole; choose one of {names}")
         return lambda: _help(group)
     chosen = _choose(arguments)
     rest = arguments[len(chosen.words) :]
@@ -318,11 +330,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
             _cli(
                 kind, chosen, rest
             )  # help, or an option that is none and took the script for a value
-            usage = "OUT|HOST:PORT [options] --" if chosen.words == ("join",) else "[options]"
-            raise UserError(
-                f"no script given; write planaria {' '.join(chosen.words)} {usage} "
-                "train.py [its arguments]"
-            )
+            raise UserError(f"no script given; write {_usage(chosen)}")
     command = _cli(kind, chosen, rest)
     if chosen.script:
         return lambda: command.main(script[0], tuple(script[1:]))
@@ -398,75 +406,24 @@ def _flags(command: type) -> tuple[set[str], int]:
 
 def _cli(kind: Any, command: Command, arguments: list[str]) -> Any:
     """The command that ``arguments`` describe; a wrong one becomes a one-line error."""
-    said = io.StringIO()
+    said, helped = io.StringIO(), Held()
+    shown = contextlib.redirect_stdout(helped) if command.script else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), shown:
             return tyro.cli(kind, prog=f"planaria {' '.join(command.words)}", args=arguments)
     except SystemExit as error:
         if error.code in (0, None):  # --help
+            if command.script:  # tyro does not know that a script with its arguments follows
+                rest = helped.getvalue().partition("\n")[2]
+                sys.stdout.write(f"usage: {_usage(command)}\n{rest}")
             raise
-        raise UserError(_renamed(one_line(said.getvalue()), kind)) from None
+        raise UserError(renamed(one_line(said.getvalue()), kind)) from None
 
 
-_ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--batch-size": "--batch",
-    "--per-device-train-batch-size": "--batch",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--max-steps": "--steps",
-    "--block-size": "--sequence",
-    "--seq-length": "--sequence",
-    "--output-dir": "--out",
-    "--nproc-per-node": "--workers",
-    "--num-workers": "--workers",
-}
-"""What other trainers call our options."""
-
-
-def _renamed(message: str, kind: Any) -> str:
-    """``message``, with our name of an option that it knows by another trainer's."""
-    if "did you mean" in message or "nrecognized" not in message:
-        return message
-    known = {f"--{name.replace('_', '-')}" for name in _names(kind)}
-    for word in re.findall(r"--[a-z][a-z_-]*", message):
-        ours = _ELSEWHERE.get(word.replace("_", "-"))
-        if ours in known:
-            return f"{message}; did you mean {ours}?"
-    return message
-
-
-def _names(kind: Any) -> set[str]:
-    """Fields of a command, those of the dataclasses inside it included."""
-    found: set[str] = set()
-    for name, hint in get_type_hints(kind).items():
-        found |= _names(hint) if dataclasses.is_dataclass(hint) else {name}
-    return found
-
-
-def one_line(box: str) -> str:
-    """tyro's framed error, drawn with or without Unicode, as one line."""
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines()[1:]:
-        text = _FRAME.sub("", line)
-        if text:
-            sections[-1].append(text)
-        elif sections[-1]:
-            sections.append([])
-    message = " ".join(sections[0]) or "the command line is wrong"
-    hints: list[str] = []
-    for section in sections[1:]:
-        text = " ".join(section)
-        if text.startswith("Perhaps you meant"):
-            found = dict.fromkeys(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*(?! --help)", text))
-            found.pop("--help", None)
-            hints.append(f"did you mean {' or '.join(list(found)[:3])}?")
-        elif text.startswith("Available subcommands"):
-            hints.append(f"choose one of {text.partition(':')[2].strip()}")
-        elif text.startswith("For full helptext"):
-            hints.append(
-                text.replace("For full helptext, ", "").replace("run: ", "run ").rstrip(".")
-            )
-    return "; ".join([message.rstrip("."), *hints])
+def _usage(command: Command) -> str:
+    """How a command with a script is written."""
+    options = "OUT|HOST:PORT [options] --" if command.words == ("join",) else "[options]"
+    return f"planaria {' '.join(command.words)} {options} train.py [its arguments]"
 
 
 def _fields(config: Any, *, leave_out: Sequence[str] = ()) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def run(job: Any, out: Path, *, workers: int, **settings: Any) -> Outcome:
         workers=workers,
         out=out,
         quiet=True,
-        **{"timeout": TIMEOUT, "spares": 1, **settings},
+        **{"timeout": TIMEOUT, "spares": 1, "resume": True, **settings},
     )
     code = launch(config)
     assert of_run(out) == [], "processes of the run were left behind"

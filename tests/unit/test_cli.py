@@ -12,6 +12,7 @@ import pytest
 
 import planaria
 from planaria import cli
+from planaria.runtime.inject import PHASES
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -33,6 +34,11 @@ LINES = [
         ["xyzzy"],
         "'xyzzy' is no command of planaria; choose one of run, join, status, doctor, demo, "
         "train, plan-comm, faith, slide",
+    ),
+    (["faith"], "planaria faith is not whole; choose one of score, select, meta, exemplars, view"),
+    (
+        ["run", "--fresh", "--resume", "SCRIPT"],
+        "fresh and resume are both given: give --fresh to begin anew, or --resume to go on",
     ),
     (["train", "lm"], "'lm' is no command of planaria train; did you mean llm?"),
     (["run"], "no script given; write planaria run [options] train.py [its arguments]"),
@@ -189,9 +195,13 @@ def test_out_that_cannot_be_written(
     assert code == 2
 
 
-def test_debug_shows_the_traceback(script: str) -> None:
-    with pytest.raises(planaria.errors.UserError, match="workers is 0"):
-        cli.main(["--debug", "run", "--workers", "0", script])
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = run(capsys, "--debug", "run", "nothere.py")
+    assert code == 2
+    assert err.startswith("Traceback (most recent call last):")
+    assert err.endswith("script nothere.py does not exist; give the path of a Python file\n")
 
 
 @pytest.mark.parametrize(
@@ -242,6 +252,26 @@ def test_help_is_shown_after_other_options(capsys: pytest.CaptureFixture[str]) -
         cli.main(["run", "--workers", "2", "--help"])
     assert caught.value.code == 0
     assert "planaria run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["run"], "usage: planaria run [options] train.py [its arguments]"),
+        (["join"], "usage: planaria join OUT|HOST:PORT [options] -- train.py [its arguments]"),
+    ],
+)
+def test_help_names_the_script(
+    capsys: pytest.CaptureFixture[str], words: list[str], usage: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == usage
+    if words == ["run"]:
+        plain = " ".join(out.replace("│", " ").split())
+        assert "node=N in the place of worker=W hits a whole machine" in plain
+        assert f"Phases: {', '.join(PHASES)}." in plain
 
 
 def test_help_is_fast_and_imports_no_torch() -> None:

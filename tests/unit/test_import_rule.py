@@ -24,7 +24,7 @@ ALLOWED = {
 }
 """Package → what it may import of ours. ``planaria`` itself offers names of the runtime; ``cli`` and
 what only ``cli`` uses may import anything."""
-FREE = {"capabilities", "cli", "demo", "demo_pathology"}
+FREE = {"capabilities", "cli", "demo", "demo_pathology", "wording"}
 
 TORCHLESS = (
     "planaria.cli",
@@ -38,6 +38,7 @@ TORCHLESS = (
     "planaria.runtime.inject",
     "planaria.runtime.coordinator.journal",
     "planaria.runtime.launch.launcher",
+    "planaria.runtime.launch.reuse",
     "planaria.runtime.membership.limits",
     "planaria.runtime.control.member",
     "planaria.runtime.membership.rules",

@@ -249,6 +249,9 @@ class Assign(Message, frozen=True):
     shard: Shard
     world: int
     fresh: bool
+    durable: int | None = None
+    """Newest durable checkpoint, from which owners that build together go on. Not what each of them
+    finds: a shared file system shows a new folder to one machine before another."""
 
 
 class Break(Message, frozen=True):
@@ -304,6 +307,8 @@ class Plan(Message, frozen=True):
     committed: int | None = None
     """Newest generation committed for every shard, never above ``generation``. Buffers and slots
     with any other generation than these two are void: nothing of them will be committed now."""
+    durable: int | None = None
+    """Newest durable checkpoint."""
 
 
 class Hold(Message, frozen=True):
@@ -342,10 +347,19 @@ class Fence(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The run is over. ``exit_code`` 0: finished; spares and owners leave quietly."""
+    """The run is over. ``exit_code`` 0: finished; above 128: ended by a signal; else it failed."""
 
     reason: str
     exit_code: int
+
+    @property
+    def wished(self) -> bool:
+        """Whether it ended as somebody wished, so that spares and owners leave quietly."""
+        return self.exit_code == 0 or self.exit_code > 128
+
+
+MOST_AHEAD = 2
+"""Steps that a worker can be ahead of the newest commit: there are two host buffers."""
 
 
 class SaveDurable(Message, frozen=True):
@@ -354,8 +368,8 @@ class SaveDurable(Message, frozen=True):
     reason: str
     then_stop: bool = False
     at: int = 0
-    """Generation to write: newest committed + max_redo, the newest step that anyone can be
-    attempting, so that nobody is past it; 0: the next one (a run without peers)."""
+    """Generation to write: newest committed + MOST_AHEAD, the newest step that anyone can be
+    attempting, so that nobody is past it; or the script's last one, where that comes before."""
 
 
 FromCoordinator = (

@@ -16,7 +16,7 @@ from planaria.runtime.messages import AllCommitted, Assign, Break, Plan, SaveDur
 
 class Seat:
     """Thread-safe; every wait of the training thread ends when the run does: by :class:`RunError`
-    with the reason, or by ``SystemExit`` where it was ended on purpose (exit code 0).
+    with the reason, or by ``SystemExit`` where it was ended on purpose.
     """
 
     def __init__(self) -> None:
@@ -135,6 +135,6 @@ class Seat:
         """Raises where the run is over: RunError with its reason, or SystemExit where all is well."""
         if self.stop is None:
             return
-        if self.stop.exit_code != 0:
+        if not self.stop.wished:
             raise RunError(self.stop.reason)
         raise SystemExit(0)

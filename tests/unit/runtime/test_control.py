@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -339,8 +340,9 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
         def save(generation: int, error: str | None = None) -> None:
             folder = publish.partial_path(tmp_path, generation, epoch=epoch)
             folder.mkdir(parents=True)
+            (folder / ".metadata").touch()
             for shard, one in enumerate((a, b)):
-                (folder / f"{shard}.distcp").write_bytes(b"x")
+                (folder / f"__{shard}_0.distcp").write_bytes(b"x")
                 one.member.send(
                     messages.Durable(
                         epoch=epoch,
@@ -361,11 +363,13 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
                 )
             )
         wait_for(lambda: publish.published(tmp_path) == [4, 6] or None)
-        assert (tmp_path / "checkpoints/step-6/1.distcp").read_bytes() == b"x"
+        assert (tmp_path / "checkpoints/step-6/__1_0.distcp").read_bytes() == b"x"
         save(8, error="No space left on device")
         (failed,) = wait_for(lambda: process.entries(journal.DurableFailed))
         assert failed.generation == 8
-        assert failed.reason == "shard 1 could not write the durable checkpoint"
+        assert failed.reason == (
+            "shard 1 could not write the durable checkpoint: No space left on device"
+        )
         assert publish.published(tmp_path) == [4, 6]
         assert not publish.partial_path(tmp_path, 8, epoch=epoch).exists()
         saved = process.entries(journal.DurableSaved)
@@ -451,8 +455,11 @@ def test_members_go_on_when_their_coordinator_is_killed_and_started_again(tmp_pa
             a.commit(epoch, 0, generation)
             b.commit(epoch, 1, generation)
         wait_for(lambda: status(tmp_path).generation == 2 or None)
-        publish.partial_path(tmp_path, 2, epoch=epoch).mkdir(parents=True)
+        folder = publish.partial_path(tmp_path, 2, epoch=epoch)
+        folder.mkdir(parents=True)
+        (folder / ".metadata").touch()
         for shard, one in enumerate((a, b)):
+            (folder / f"__{shard}_0.distcp").touch()
             one.member.send(messages.Durable(epoch=epoch, shard=shard, generation=2))
         wait_for(lambda: process.entries(journal.DurableSaved))
         process.kill()
@@ -634,8 +641,20 @@ def test_status_of_a_living_and_of_an_ended_run(
     train(here)
     assert show(str(plain.out)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0][:6] == ["run", "test:", "training,", "epoch", "1,", "generation"]
-    assert lines[2] == ["shard", "owner", "node", "holder", "generation", "protected", "step"]
+    assert lines[0][:6] == ["run", "test:", "training;", "step", "0", "is"]
+    assert lines[0][6:] == [
+        "committed",
+        "for",
+        "the",
+        "one",
+        "shard;",
+        "swaps:",
+        "0,",
+        "epoch",
+        "1",
+    ]
+    heads = ["shard", "owner", "node", "holder", "committed", "protected", "at", "step"]
+    assert lines[2] == heads
     assert lines[3] == ["0", "w0", "n0", "none", "0", "no", "0"]
     assert lines[4] == ["spares:", "none"]
     address = plain.ready()
@@ -652,7 +671,10 @@ def test_status_of_a_living_and_of_an_ended_run(
     after = status(plain.out)
     assert (after.phase, after.exit_code, after.reason) == ("ended", 1, "the loss is NaN")
     assert show(str(plain.out), as_json=True) == 0
-    assert '"phase":"ended"' in capsys.readouterr().out
+    document = json.loads(capsys.readouterr().out)
+    assert document["phase"] == "ended"
+    # What the table shows is in there as well, where it has nothing to tell, too.
+    assert (document["exit_code"], document["swaps"], document["spares"]) == (1, 0, [])
 
 
 def test_a_living_coordinator_is_not_taken_over(plain: CoordinatorProcess) -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from planaria.errors import DataError, RunError
 from planaria.runtime.coordinator import journal
+from planaria.runtime.coordinator.chronicle import Chronicle, role
 from planaria.runtime.coordinator.journal import Journal, read
 from planaria.runtime.coordinator.summary import read_summary, summarise, write_summary
+from planaria.runtime.membership.state import Member, MembershipConfig, State
 
 
 def opened(**fields: Any) -> journal.Opened:
@@ -232,6 +234,57 @@ def test_a_folder_that_is_used_again_tells_of_its_last_run() -> None:
     summary = summarise(lines)
     assert (summary.run, summary.steps, summary.swaps, summary.injected) == ("s", 3, (), 0)
     assert (summary.exit_code, summary.state_digest) == (None, None)
+
+
+def test_a_resumed_run_tells_where_it_began() -> None:
+    first = run_with_a_swap()
+    second = [
+        opened(run="s", durable=5, mono=30.0),
+        journal.AllCommitted(epoch=1, generation=5, bytes=0, mono=31.0),
+        journal.AllCommitted(epoch=1, generation=7, bytes=60, step_s=2.0, mono=33.0),
+    ]
+    summary = summarise([*first, *second])
+    assert (summary.durable, summary.begun_at, summary.steps) == (5, 5, 7)
+    assert summary.seconds == 3.0
+    assert summary.protected_bytes_per_step == 30.0
+    # A coordinator that takes over has begun nothing.
+    over = [*second, opened(run="s", resumed=True, durable=7, mono=34.0)]
+    assert summarise(over).begun_at == 5
+
+
+def test_restarts_of_the_whole_are_counted() -> None:
+    fields = {"restart": 1, "reason": "worker w1 was lost"}
+    lines = [opened(), journal.Decided(name="restart", fields=fields)]
+    assert summarise(lines).restarts == 1
+
+
+LOST = [
+    (Member(worker="w1", node="n", address="a", seq=0), False, "spare w1 is lost: cut"),
+    (Member(worker="w1", node="n", address="a", seq=0, rank=1), False, "worker w1 is lost: cut"),
+    (
+        Member(worker="w1", node="n", address="a", seq=0, rank=1, ready=True),
+        False,
+        "spare w1 is lost: cut",
+    ),
+    (Member(worker="w1", node="n", address="a", seq=0, rank=1, joinless=True), True, None),
+    (Member(worker="w1", node="n", address="a", seq=0), True, "spare w1 is lost: cut"),
+]
+
+
+@pytest.mark.parametrize(("member", "joinless", "line"), LOST)
+def test_a_lost_worker_is_called_what_it_is(
+    tmp_path: Path, member: Member, joinless: bool, line: str | None
+) -> None:
+    """A worker of a script that does not join is no spare; the line of the restart names it."""
+    said: list[str] = []
+    book = Journal(tmp_path / journal.JOURNAL_FILE)
+    chronicle = Chronicle(book, show=lambda shown: said.append(shown.text))
+    state = State(config=MembershipConfig(world=2), joinless=joinless)
+    known_as = role(state, member)
+    chronicle.detected("w1", shard=None, how="stream", reason="cut", known_as=known_as)
+    book.close()
+    assert said == ([] if line is None else [line])
+    assert [entry.worker for entry in read(book.path) if isinstance(entry, journal.Detected)]
 
 
 def test_a_regrouping_is_no_part_of_the_swap_before_it() -> None:

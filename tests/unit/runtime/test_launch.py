@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,15 +14,15 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from planaria import cli
 from planaria.errors import UserError
-from planaria.runtime.launch.config import LaunchConfig
-from planaria.runtime.launch.launcher import launch
+from planaria.runtime.launch.config import JoinConfig, LaunchConfig
+from planaria.runtime.launch.launcher import _Launch, launch
 
 PLAIN = """
 import os, sys, time
@@ -49,9 +51,13 @@ with planaria.join(build) as run:
 """
 
 CLASSIC = """
-import os, signal, sys, torch, torch.distributed as dist
+import os, signal, sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+dist.init_process_group("gloo")  # once to talk, as some launch scripts do, and once to train
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+time.sleep(0.2 * int(os.environ["RANK"]))
 dist.init_process_group("gloo")
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 torch.manual_seed(0)
@@ -232,10 +238,18 @@ def test_classic_script_restarts_from_its_own_checkpoint(
     )
     assert launch(struck) == 0
     said = capsys.readouterr().out
-    assert said.count("this script does not join its run") == 2  # once for each start
+    assert said.count("this script does not join its run") == 1  # not again after the restart
+    assert "spare w" not in said
+    # Once, and by either name: w0 ends as soon as its peer is gone, and may be noticed first.
+    assert len(re.findall(r"w[01] (?:was|is) lost", said)) == 1
+    assert "ranks from 0 on are now w2, w3" in said
+    assert (
+        "finished: all 2 workers ended by themselves with exit code 0; restarts of the whole: 1; see "
+        "summary.json"
+    ) in said
+    assert json.loads((tmp_path / "struck" / "summary.json").read_text())["restarts"] == 1
     assert said.count("begins at 0\n") == 2
     assert said.count("begins at 3\n") == 2
-    assert "worker w1 was lost" in said
     assert "all workers start again (1)" in said
     calm = LaunchConfig(
         workers=2,
@@ -244,10 +258,22 @@ def test_classic_script_restarts_from_its_own_checkpoint(
         out=tmp_path / "calm",
     )
     assert launch(calm) == 0
-    sums = [line for line in said.splitlines() if "sum" in line]
-    undisturbed = [line for line in capsys.readouterr().out.splitlines() if "sum" in line]
+    sums = [line for line in said.splitlines() if "] sum " in line]
+    undisturbed = [line for line in capsys.readouterr().out.splitlines() if "] sum " in line]
     assert len(sums) == len(undisturbed) == 2
     assert {line.split()[-1] for line in sums} == {line.split()[-1] for line in undisturbed}
+
+
+def test_a_fault_for_a_script_that_does_not_join_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = "kill:worker=1,step=5,phase=backward"
+    script = write(tmp_path, CLASSIC.replace("first and step", "False and step"))
+    words = ["run", "--workers", "2", "--inject", fault, "--out", str(tmp_path / "out")]
+    assert cli.main([*words, script, str(tmp_path / "a.pt")]) == 2
+    said = "".join(capsys.readouterr())
+    assert f"planaria: fault {fault} can never fire: this script does not join its run" in said
+    assert "take --inject away, or make its loop one of planaria.join" in said
 
 
 def test_restarts_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,6 +361,7 @@ def test_an_argument_that_cannot_be_pickled(tmp_path: Path) -> None:
 def test_a_signal_ends_everything(
     tmp_path: Path,
     started: Callable[..., subprocess.Popen[str]],
+    capfd: pytest.CaptureFixture[str],
     number: signal.Signals,
     code: int,
 ) -> None:
@@ -352,10 +379,34 @@ def test_a_signal_ends_everything(
     until(lambda: of_run(out) == [], seconds=5)
     (ended,) = events(out, "ended")
     assert number.name in ended["reason"]
+    assert ended["exit_code"] == code
+    assert json.loads((out / "summary.json").read_text())["exit_code"] == code
+    assert "finished at" not in said
+    assert "Traceback" not in (out / "logs" / "w0.log").read_text()
     # What was committed is on disk, complete.
     (checkpoint,) = (out / "checkpoints").iterdir()
     assert (checkpoint / "complete.json").is_file()
     assert not checkpoint.name.endswith(".partial")
+    if number == signal.SIGINT:
+        goes_on(out, int(checkpoint.name.removeprefix("step-")), capfd)
+
+
+def goes_on(out: Path, reached: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing of another command goes on from a run's checkpoint unasked; a resume is announced."""
+    capfd.readouterr()
+    words = ["run", "--workers", "2", "--out", str(out)]
+    script = str(out.parent / "train.py")
+    assert cli.main([*words, script, "5"]) == 2
+    assert f"at step {reached}: its arguments are '5', were '100000'; " in capfd.readouterr().err
+    fault = f"kill:worker=0,step={reached + 9},phase=data"
+    assert cli.main([*words, "--resume", "--inject", fault, script, str(reached + 3)]) == 0
+    said = capfd.readouterr()
+    assert f"goes on from the checkpoint of generation {reached} in {out}" in said.out
+    assert f"finished at step {reached + 3}" in said.out
+    assert f"planaria: fault {fault} never fired: no worker that it names came to " in said.err
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["durable"], summary["begun_at"]) == (reached, reached)
+    assert summary["steps"] == reached + 3
 
 
 CAUGHT = """
@@ -444,7 +495,11 @@ def test_a_spare_joins_a_living_run(
     token.write_text((out / "coordinator.token").read_text())
     other = write(tmp_path / "out", LOOP + "\n# another\n")
     assert cli.main([*words, "--", other, "60"]) == 2
-    assert "has configuration" in capfd.readouterr().err
+    assert "has another script than its run: its text or argument differs; " in (
+        capfd.readouterr().err
+    )
+    assert cli.main([*words, "--", script, "61"]) == 2
+    assert "has arguments 61, its run has 60; start it with " in capfd.readouterr().err
     assert cli.main([*words, "--", script, "60"]) == 0
     said, _ = child.communicate(timeout=60)
     assert child.returncode == 0, said
@@ -453,6 +508,26 @@ def test_a_spare_joins_a_living_run(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["injected"] == 1
     assert [swap["lost"] for swap in summary["swaps"]] == [[1]]
+
+
+def test_a_signal_to_spares_from_outside_promises_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = JoinConfig(
+        script=write(tmp_path, PLAIN), address="127.0.0.1:1", token="x" * 64, out=tmp_path / "j"
+    )
+
+    async def stopped() -> int | None:
+        launcher = _Launch(config)
+        launcher.over, launcher.link = asyncio.Event(), cast(Any, object())
+        await launcher._stop_softly(signal.SIGTERM)
+        return launcher.code
+
+    assert asyncio.run(stopped()) == 143
+    said = "".join(capsys.readouterr())
+    assert said == (
+        "planaria: stopped by SIGTERM: the workers started here leave, the run goes on without\n"
+    )
 
 
 def test_a_killed_coordinator_is_started_again(

@@ -3,9 +3,18 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planaria.errors import ConfigError
-from planaria.runtime.membership.limits import Timeouts, Whereabouts, blame, step_limit
+from planaria.runtime.membership.limits import (
+    Timeouts,
+    Whereabouts,
+    blame,
+    silence_limit,
+    slowness,
+    step_limit,
+)
 
 LIMITS = Timeouts().limits()
 
@@ -78,8 +87,60 @@ def test_an_unknown_phase_is_refused():
     )
 
 
-def where(*, answered=100.0, collective=7, inside=True, waiting=False):
-    return Whereabouts(answered=answered, collective=collective, inside=inside, waiting=waiting)
+def test_a_quiet_machine_gives_the_configured_silence_and_a_starved_one_more():
+    quiet, starved = slowness([0.01] * 40), slowness([0.1, 1.0] * 20)
+    assert (quiet, starved) == (0.01, 1.0)
+    assert silence_limit(quiet, [quiet] * 3, limits=LIMITS) == (1.5, "1.5 s")
+    assert silence_limit(None, [], limits=LIMITS) == (1.5, "1.5 s")
+    assert silence_limit(starved, [quiet], limits=LIMITS) == (
+        6.0,
+        "6 s: nine of ten of its own last answers took up to 1 s",
+    )
+    assert silence_limit(None, [2.0, 0.5, 1.0], limits=LIMITS) == (
+        6.0,
+        "6 s: nine of ten of the others' last answers took up to 1 s",
+    )
+    # One or two that are slow by themselves, or silent, say nothing of the machine.
+    assert silence_limit(quiet, [9.0, quiet], limits=LIMITS)[0] == 1.5
+    assert silence_limit(quiet, [9.0, 9.0, quiet, quiet], limits=LIMITS)[0] == 1.5
+    assert silence_limit(20.0, [], limits=LIMITS)[0] == LIMITS.timeout
+
+
+def test_few_or_old_answers_and_single_late_ones_do_not_count():
+    assert slowness([9.0] * 4) is None
+    assert slowness([9.0] * 5) == 9.0
+    assert slowness([9.0] * 100 + [0.1] * 40) == 0.1
+    assert slowness([0.1] * 36 + [9.0] * 4) == 0.1
+
+
+DELAYS = st.lists(st.floats(0, 1e4), max_size=60)
+
+
+@given(DELAYS, st.lists(st.floats(0, 1e4), max_size=5), st.floats(2, 3600))
+def test_a_silence_is_never_shorter_than_configured_nor_longer_than_the_timeout(
+    own, others, timeout
+):
+    limits = Timeouts(timeout=timeout).limits()
+    mine = slowness(own)
+    seconds, why = silence_limit(mine, others, limits=limits)
+    assert limits.silence <= seconds <= limits.timeout
+    assert why
+    # More patience is never the answer to quicker answers.
+    quicker = slowness([delay / 2 for delay in own])
+    assert silence_limit(quicker, [d / 2 for d in others], limits=limits)[0] <= seconds
+    assert (mine is None) == (len(own) < 5)
+    if mine is not None:
+        assert sum(delay > mine for delay in own[-40:]) <= len(own[-40:]) / 10
+
+
+def where(*, answered=100.0, collective=7, inside=True, waiting=False, patience=0.0):
+    return Whereabouts(
+        answered=answered,
+        collective=collective,
+        inside=inside,
+        waiting=waiting,
+        patience=patience,
+    )
 
 
 def test_silence_is_blamed_before_anything_else():
@@ -92,6 +153,9 @@ def test_silence_is_blamed_before_anything_else():
         "c",
         "c has not answered a ping for 3.2 s (limit 1.5 s)",
     )
+    # A longer silence that is allowed is none.
+    owners["c"] = where(answered=97.0, patience=6.0)
+    assert blame(owners, now=100.2, limits=LIMITS)[0] == "b"
 
 
 def test_who_is_outside_while_others_wait_is_blamed():

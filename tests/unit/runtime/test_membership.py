@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.support.membership_run import Run, recover, training
 
 from planaria.errors import ConfigError, RunError
@@ -330,12 +331,27 @@ def test_a_published_checkpoint_saves_what_memory_lost():
     recover(run)
     plan = run.told(Plan)[1]
     assert (plan.generation, plan.rollback, run.state.committed) == (4, True, None)
+    assert plan.durable == 4
+
+
+def test_all_owners_are_told_which_checkpoint_to_go_on_from():
+    """Not what each of them finds on a shared disk; and who comes late is told the same."""
+    run = Run(2)
+    run.state = replace(run.state, durable=40)
+    run.attach("w0").attach("w1")
+    assert {message.durable for _, message in run.sent(Assign)} == {40}
+    run.feed(Attached("w1", node="n1", address="a", config="c1", version="v1"))
+    assert [message.durable for _, message in run.sent(Assign)] == [40]
 
 
 def test_a_durable_checkpoint_that_cannot_be_complete_is_discarded():
     run = training().durable(4, 0).durable(4, 1, error="disk full").durable(4, 2)
     assert run.did(Discard) == [
-        Discard(generation=4, epoch=1, reason="shard 1 could not write the durable checkpoint")
+        Discard(
+            generation=4,
+            epoch=1,
+            reason="shard 1 could not write the durable checkpoint: disk full",
+        )
     ]
     run.durable(5, 0).feed(Lost("w1", reason="x"))
     assert run.did(Discard) == [
@@ -437,6 +453,30 @@ def test_a_stop_is_told_to_everyone_and_nothing_changes_after_it():
     run.commit(7).feed(Lost("w1", reason="x"))
     assert run.state is ended
     assert (run.actions, run.reason) == ((), "the run has ended: Ctrl-C")
+
+
+@pytest.mark.parametrize(
+    ("mine", "line"),
+    [
+        ("script b\narguments --lr 1\nthreads 1", "has another script than its run: its text or "),
+        (
+            "script a\narguments none\nthreads 1",
+            "has arguments none, its run has --lr 1; start it ",
+        ),
+        (
+            "script a\narguments --lr 1\nthreads 4",
+            "has threads 4, its run has 1; start it with the ",
+        ),
+        (
+            "function m.main\narguments none\nthreads 1",
+            "runs a function, its run a script; start it ",
+        ),
+    ],
+)
+def test_who_is_refused_hears_what_differs(mine, line):
+    state = replace(training().state, run_config="script a\narguments --lr 1\nthreads 1")
+    event = Attached("w9", node="n", address="x", config=mine, version="v1")
+    assert refusal(state, event).startswith(f"worker w9 {line}")
 
 
 def test_a_worker_of_another_configuration_or_version_is_refused():

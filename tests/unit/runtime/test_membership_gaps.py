@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.membership_run import training
 
 from planaria.runtime.membership.events import Attached, Lost, Regroup
@@ -26,6 +30,33 @@ def test_a_newer_commit_counts_for_the_older_generations_too():
     assert (run.state.committed, run.state.announced) == (7, 7)
     run.commit(6, 2)
     assert (run.actions, run.reason) == ((), "generation 6 of shard 2 is known")
+
+
+@given(
+    st.lists(st.tuples(st.integers(5, 12), st.sets(st.integers(5, 12))), min_size=3, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_what_each_shard_committed_last_is_all_that_counts(shards, order: random.Random):
+    """Of what was said, anything but each shard's newest may be lost, and come in any order."""
+    words = [(shard, newest) for shard, (newest, _) in enumerate(shards)]
+    words += [
+        (shard, generation)
+        for shard, (newest, heard) in enumerate(shards)
+        for generation in heard
+        if generation < newest
+    ]
+    order.shuffle(words)
+    run = training()
+    for shard, generation in words:
+        run.commit(generation, shard)
+    assert run.state.committed == min(newest for newest, _ in shards)
+    # Said again to the coordinator that takes over, none of it changes anything.
+    run.state = load(dump(run.state))
+    before = run.state
+    for shard, generation in words:
+        run.commit(generation, shard)
+        assert run.actions == ()
+    assert run.state == before
 
 
 def test_an_owner_that_comes_back_hears_of_the_epoch_that_it_missed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from planaria.runtime import messages
@@ -56,6 +57,9 @@ class Clock:
         self.now = 100.0
         self.watch = Watch(limits=LIMITS)
         self.asleep: set[str] = set()
+        self.late: dict[str, float] = {}
+        """Seconds after a ping at which who is named answers it; others answer at once."""
+        self._unanswered: list[tuple[float, str, messages.Ping]] = []
         self.collective = dict.fromkeys(state.members, 0)
         self.inside: set[str] = set()
         self.waiting: set[str] = set()
@@ -67,22 +71,32 @@ class Clock:
     def run(self, seconds: float) -> list[Finding]:
         for _ in range(round(seconds / LIMITS.ping)):
             self.now += LIMITS.ping
+            waiting, self._unanswered = self._unanswered, []
+            for due, worker, ping in waiting:
+                self._answer(worker, ping, due=due)
             for worker, ping in list(self.watch.pings(now=self.now)):
-                if worker not in self.asleep:
-                    self.moved[worker] += 1000 * (worker in self.sending)
-                    pong = messages.Pong(
-                        seq=ping.seq,
-                        step=1,
-                        collective=self.collective[worker],
-                        inside=worker in self.inside,
-                        waiting=worker in self.waiting,
-                        moved=self.moved[worker],
-                    )
-                    self.watch.pong(worker, pong, now=self.now + 0.001)
+                self.moved[worker] += 1000 * (worker in self.sending)
+                due = self.now + self.late.get(worker, 0.001)
+                self._answer(worker, ping, due=due)
             found = self.watch.findings(self.state, now=self.now + 0.002)
             if found:
                 return found
         return []
+
+    def _answer(self, worker: str, ping: messages.Ping, *, due: float) -> None:
+        """Now, or once it is awake and the time has come."""
+        if worker in self.asleep or due > self.now + 0.002:
+            self._unanswered.append((due, worker, ping))
+            return
+        pong = messages.Pong(
+            seq=ping.seq,
+            step=1,
+            collective=self.collective[worker],
+            inside=worker in self.inside,
+            waiting=worker in self.waiting,
+            moved=self.moved[worker],
+        )
+        self.watch.pong(worker, pong, now=max(due, self.now))
 
     def feed(self, event: AnyEvent) -> None:
         """As the coordinator does: membership first, then the watch hears of new owners."""
@@ -325,3 +339,68 @@ def test_spares_that_are_silent_are_known() -> None:
     assert [found.worker for found in clock.run(1.2)] == ["w1"]
     (found,) = clock.watch.silent_spares(clock.state, now=clock.now)
     assert (found.worker, found.how) == ("s0", "silence")
+
+
+def test_a_starved_machine_is_patient_and_a_quiet_one_is_not_for_long() -> None:
+    clock = Clock(training())
+    assert clock.run(5.0) == []
+    clock.late = {"w0": 0.6, "w1": 0.8, "w2": 0.6}
+    assert clock.run(9.0) == []
+    # Not scheduled for four seconds: no wonder here.
+    clock.asleep = {"w1"}
+    assert clock.run(4.0) == []
+    clock.asleep = set()
+    assert clock.run(9.0) == []
+    clock.asleep = {"w1"}
+    began = clock.now
+    (found,) = clock.run(20.0)
+    assert (found.worker, found.how) == ("w1", "silence")
+    assert found.reason.endswith(
+        "(limit 4.8 s: nine of ten of its own last answers took up to 0.8 s)"
+    )
+    assert 4.0 < clock.now - began < 5.0
+    # A worker that is new has no answers of its own: the others' count.
+    clock.watch.attach("w1", now=clock.now)
+    assert clock.run(1.0) == []
+    (found,) = clock.run(20.0)
+    assert found.reason.endswith(
+        "(limit 3.6 s: nine of ten of the others' last answers took up to 0.6 s)"
+    )
+    # Quiet again: what was is forgotten.
+    clock.late, clock.asleep = {}, set()
+    assert clock.run(9.0) == []
+    clock.asleep = {"w1"}
+    (found,) = clock.run(5.0)
+    assert found.reason == "it has not answered a ping for 1.0 s (limit 1 s)"
+
+
+def test_a_machine_that_is_starved_from_one_moment_on_loses_nobody() -> None:
+    clock = Clock(training())
+    assert clock.run(9.0) == []
+    clock.asleep = {"w0", "w1", "w2"}
+    assert clock.run(3.0) == []
+    clock.asleep = {"w1"}
+    assert clock.run(1.0) == []
+    clock.asleep = set()
+    assert clock.run(5.0) == []
+
+
+def test_one_slow_worker_makes_the_run_patient_with_itself_only() -> None:
+    clock = Clock(training())
+    clock.late = {"w0": 0.8}
+    assert clock.run(9.0) == []
+    clock.asleep = {"w1"}
+    (found,) = clock.run(5.0)
+    assert (found.worker, "(limit 1 s)" in found.reason) == ("w1", True)
+    assert clock.watch.patience(now=clock.now) == pytest.approx(4.8)
+
+
+def test_answers_during_a_build_say_nothing_of_the_machine() -> None:
+    clock = Clock(building())
+    clock.late = {"w0": 3.0, "w1": 3.0, "w2": 3.0}
+    assert clock.run(20.0) == []
+    clock.state, clock.late = training(), {}
+    assert clock.run(0.4) == []
+    clock.asleep = {"w1"}
+    (found,) = clock.run(5.0)
+    assert found.reason == "it has not answered a ping for 1.0 s (limit 1 s)"

@@ -175,6 +175,8 @@ class SaveCheckpoint(Body, frozen=True, tag=True):
 
     reason: str
     then_stop: bool = False
+    exit_code: int = 0
+    """With which the run ends then."""
 
 
 Requested = StopRun | SaveCheckpoint
@@ -370,8 +372,10 @@ def client_tls(*, ca: str, certificate: str, key: str) -> Tls | None:
 def options(*, max_message: int = MAX_MESSAGE, keepalive: float = 2.0) -> list[tuple[str, int]]:
     """gRPC options of both sides.
 
-    ``keepalive`` seconds: how often an idle connection is probed, so that a vanished machine is
-    noticed. No proxy is ever asked, no port is shared with another coordinator.
+    ``keepalive`` seconds: how often an idle connection is probed, so that a connection whose other
+    machine has vanished is cut in the end. It is no detector: gRPC gave up a process that was
+    stopped (whose kernel goes on acknowledging) only after 61 s. Silence is found by pings of our
+    own. No proxy is ever asked, no port is shared with another coordinator.
     """
     milliseconds = max(100, int(keepalive * 1000))
     return [

@@ -35,7 +35,7 @@ class Breaks:
         desk: Desk,
     ) -> None:
         self._book = book
-        self._pause = limits.silence + 2 * limits.ping
+        self._pings = 2 * limits.ping
         self._longest = limits.no_spare
         self._watch = watch
         self._chores = chores
@@ -72,4 +72,5 @@ class Breaks:
             reason = f"a communicator failed under {worker} and nobody is lost: {message.reason}"
             self._desk.apply(events.Regroup(epoch=message.epoch, reason=reason))
 
-        self._chores.later(self._pause, look)
+        pause = self._watch.patience(now=time.monotonic()) + self._pings
+        self._chores.later(pause, look)

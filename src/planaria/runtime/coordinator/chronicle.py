@@ -15,7 +15,7 @@ from planaria.runtime.coordinator import journal
 from planaria.runtime.coordinator.summary import Summary
 from planaria.runtime.membership.events import AnyEvent, Broadcast, FinishedBy, Record
 from planaria.runtime.membership.planning import name_shards
-from planaria.runtime.membership.state import State, Transition
+from planaria.runtime.membership.state import Member, State, Transition
 
 _AGAIN = 60.0
 """Seconds until a peer that is turned away gets another line; our choice."""
@@ -77,15 +77,17 @@ class Chronicle:
         )
         self.say(f"fault {fault.fault} fires on {worker} in step {fault.step}")
 
-    def detected(self, worker: str, *, shard: int | None, how: str, reason: str) -> None:
-        """A worker is about to be taken out."""
+    def detected(
+        self, worker: str, *, shard: int | None, how: str, reason: str, known_as: str = "spare"
+    ) -> None:
+        """A worker is about to be taken out; ``known_as``: see :func:`role`."""
         self.book.write(journal.Detected(worker=worker, shard=shard, how=how, reason=reason))
         if shard is not None:
             if self._lost_at is None:
                 self._lost_at = time.monotonic()
             self.say(f"shard {shard} lost its owner {worker}: {reason}")
-        else:
-            self.say(f"spare {worker} is lost: {reason}")
+        elif known_as:
+            self.say(f"{known_as} {worker} is lost: {reason}")
 
     def scalars(self, worker: str, shard: int | None, message: messages.Scalar) -> None:
         """Numbers of a committed step."""
@@ -116,10 +118,14 @@ class Chronicle:
 
     def over(self, summary: Summary) -> None:
         """The run is over; what it ended with where that is well."""
-        if summary.exit_code != 0 or not summary.steps:
+        if summary.exit_code != 0:
             return
         values = " ".join(f"{name} {value:.4g}" for name, value in summary.final.items())
         line = f"finished at step {summary.steps}{values and f' with {values}'}"
+        if not summary.steps:
+            line = f"finished: {summary.reason}"
+        if summary.restarts:
+            line += f"; restarts of the whole: {summary.restarts}"
         if summary.swaps:
             line += f"; swaps: {len(summary.swaps)}, steps done again: {summary.steps_redone}"
         self.say(f"{line}; see summary.json", kind="event")
@@ -169,7 +175,9 @@ class Chronicle:
             self.book.write(journal.Released(epoch=message.epoch))
             if self._lost_at is not None:
                 seconds = time.monotonic() - self._lost_at
-                self.say(f"all shards are back after {seconds:.2f} s; training goes on")
+                self.say(
+                    f"all shards are back {seconds:.2f} s after that was noticed; training goes on"
+                )
                 self._lost_at = None
         elif isinstance(message, messages.AllCommitted):
             seconds, waited = self._steps.get(message.generation, (None, 0.0))
@@ -186,3 +194,10 @@ class Chronicle:
             self._steps = {
                 step: value for step, value in self._steps.items() if step > message.generation
             }
+
+
+def role(state: State, member: Member) -> str:
+    """What the user calls a worker without a shard; empty where the restart of all will name it."""
+    if state.joinless and (member.joinless or member.rank is not None):
+        return ""
+    return "spare" if member.ready or member.rank is None else "worker"

@@ -86,6 +86,10 @@ class Crowd:
         """The process of ``worker`` has ended."""
         self._processes.pop(worker, None)
 
+    def processes(self) -> frozenset[Worker]:
+        """Workers whose processes launchers have started and not seen the end of."""
+        return frozenset(self._processes)
+
     def spawner(self) -> Launcher | None:
         """A launcher that starts workers; None where there is none."""
         return next((one for one in self.launchers if one.hello.spawns), None)

@@ -24,7 +24,7 @@ from planaria.runtime.control import protocol as control
 from planaria.runtime.coordinator import journal
 from planaria.runtime.coordinator.breaks import Breaks
 from planaria.runtime.coordinator.chores import Chores
-from planaria.runtime.coordinator.chronicle import Chronicle
+from planaria.runtime.coordinator.chronicle import Chronicle, role
 from planaria.runtime.coordinator.crowd import Crowd, Encoded, Session
 from planaria.runtime.coordinator.ending import Ending
 from planaria.runtime.coordinator.inbound import event_of
@@ -33,6 +33,7 @@ from planaria.runtime.coordinator.saving import Saving
 from planaria.runtime.coordinator.service import Outbox
 from planaria.runtime.coordinator.standing import standing
 from planaria.runtime.coordinator.store import Store
+from planaria.runtime.coordinator.takeover import Takeover
 from planaria.runtime.coordinator.watch import Watch
 from planaria.runtime.membership import events
 from planaria.runtime.membership import rules as membership
@@ -81,16 +82,21 @@ class ControlDesk:
             chronicle=self._chronicle,
             apply=self.apply,
         )
-        self.ending = Ending(out, book=book, chronicle=self._chronicle, crowd=self.crowd)
+        self.ending = Ending(
+            out,
+            book=book,
+            chronicle=self._chronicle,
+            crowd=self.crowd,
+            saved=self._saving.settled,
+        )
         self.over = self.ending.over
         """The exit code, once the run is over and launchers are told so."""
         self._swaps = 0
-        self._returning: set[Worker] = set()
-        """Members of the coordinator that died that have not come back to this one."""
-        self._deserted = False
-        """Taken over at its end, and no launcher has come back yet."""
         self._chores = Chores(failed=self.fail, over=self.over.done)
         self._breaks = Breaks(book, limits=limits, watch=self.watch, chores=self._chores, desk=self)
+        self._takeover = Takeover(
+            limits=limits, spares=spares, crowd=self.crowd, chores=self._chores, desk=self
+        )
 
     # What the service hands on.
 
@@ -130,14 +136,14 @@ class ControlDesk:
         )
         if ended:
             # Who told the others of the end died before it could tell this one.
-            self._returning.discard(hello.worker)
+            self._takeover.forget(hello.worker)
             stop = messages.Stop(reason=self.state.end, exit_code=self.state.exit_code)
             self.crowd.send(hello.worker, stop)
             self.crowd.end(hello.worker)
             return
         self.apply(event)
         if again:
-            self._catch_up(hello.worker)
+            self._takeover.back(hello.worker)
 
     def hear(self, worker: Worker, message: messages.FromWorker) -> None:
         """One message of a worker's stream."""
@@ -185,7 +191,7 @@ class ControlDesk:
             raise JoinError(f"the launcher is for run {hello.run}, this is run {self.run}")
         launcher = self.crowd.add_launcher(hello, outbox)
         launcher.tell(control.Attached(run=self.run))
-        self._deserted = self._deserted and not hello.spawns
+        self._takeover.launcher_back(spawns=hello.spawns)
         if self.over.done():
             code, reason = self.over.result(), self.state.end
             launcher.tell(control.EndRun(exit_code=code, reason=reason, owners=self._owners()))
@@ -296,7 +302,9 @@ class ControlDesk:
             for spare in self.watch.silent_spares(self.state, now=time.monotonic()):
                 assert spare.worker is not None
                 self.lose(spare.worker, how=spare.how, reason=spare.reason)
-        self._chronicle.detected(worker, shard=member.shard, how=how, reason=reason)
+        self._chronicle.detected(
+            worker, shard=member.shard, how=how, reason=reason, known_as=role(self.state, member)
+        )
         if how in ("stream", "pidfd"):
             self.apply(events.Lost(worker=worker, reason=reason))
         else:
@@ -325,21 +333,16 @@ class ControlDesk:
                 pid=os.getpid(),
                 version=planaria.__version__,
                 resumed=resumed,
+                durable=state.durable,
             )
         )
         self._store.flush(state)
         if resumed:
-            self._returning = set(state.members)
+            self._takeover.begin()
             if state.phase == "ended":
-                self._deserted = True
                 self.ending.begin(
                     exit_code=state.exit_code, reason=state.end, owners=self._owners()
                 )
-                return
-            self._chores.later(self.limits.timeout, self._missing)
-            if state.phase == "waiting" or (state.phase == "forming" and state.deaths):
-                event = events.SpareTimedOut(epoch=state.epoch)
-                self._chores.later(state.config.no_spare, lambda: self.apply(event))
 
     def interrupt(self, number: signal.Signals) -> None:
         """SIGTERM or SIGINT to this process."""
@@ -353,11 +356,7 @@ class ControlDesk:
         At most one time-out more where members of a coordinator that died are still to come back:
         they have nobody else to tell them.
         """
-        end = time.monotonic() + self.limits.timeout
-        while time.monotonic() < end and (
-            self._deserted or not self._returning.isdisjoint(self.state.members)
-        ):
-            await asyncio.sleep(0.02)
+        await self._takeover.told()
         end = time.monotonic() + seconds
         while (self.crowd.sessions or self.crowd.launchers) and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -404,7 +403,7 @@ class ControlDesk:
         self._book.write(entry)
         self.crowd.exited(worker)
         if self.state.phase == "ended":
-            self._returning.discard(worker)
+            self._takeover.forget(worker)
         session = self.crowd.sessions.get(worker)
         if session is not None and session.left:
             return
@@ -421,38 +420,7 @@ class ControlDesk:
             return
         self._chronicle.say(line)
         if self.state.phase != "forming" and self._stillborn <= STILLBORN:
-            self._want(1)
-
-    def _missing(self) -> None:
-        """Who was a member of the coordinator that died and has not come back is lost."""
-        for worker in sorted(self._returning):
-            self.lose(worker, how="stream", reason="it did not come back to its coordinator")
-        self._returning.clear()
-        self._regroup_if_all_are_back()
-
-    def _catch_up(self, worker: Worker) -> None:
-        """Tell a worker that has attached again what it may have missed.
-
-        In the middle of a recovery nobody knows what was still said, and the keys of the epoch are
-        gone: once all are back, the owners begin a new epoch.
-        """
-        state = self.state
-        self._returning.discard(worker)
-        self._regroup_if_all_are_back()
-        if state.phase != "training" or self._shard(worker) is None:
-            return
-        self.crowd.send(worker, messages.Released(epoch=state.epoch))
-        if state.committed is not None:
-            message = messages.AllCommitted(epoch=state.epoch, generation=state.committed)
-            self.crowd.send(worker, message)
-
-    def _regroup_if_all_are_back(self) -> None:
-        state = self.state
-        if state.phase not in ("building", "recovering"):
-            return
-        if self._returning.isdisjoint(state.owners.values()):
-            reason = "the coordinator was started again in the middle of a recovery"
-            self.apply(events.Regroup(epoch=state.epoch, reason=reason))
+            self.want(1)
 
     def _without_launcher(self) -> None:
         if self.crowd.had_launcher and self.crowd.spawner() is None:
@@ -482,7 +450,7 @@ class ControlDesk:
             case events.RestartAll():
                 self.crowd.tell_launchers(control.RestartAll(reason=action.reason))
             case events.WantSpare():
-                self._want(action.count)
+                self.want(action.count)
             case events.StartTimer():
                 epoch = action.epoch
                 self._chores.later(
@@ -497,7 +465,8 @@ class ControlDesk:
             case _:
                 assert_never(action)
 
-    def _want(self, count: int) -> None:
+    def want(self, count: int) -> None:
+        """Ask for ``count`` fresh spares."""
         launcher = self.crowd.spawner()
         if launcher is not None:
             launcher.tell(control.WantSpare(count=count))

@@ -66,6 +66,8 @@ class Opened(Entry, frozen=True):
     pid: int
     version: str = ""
     resumed: bool = False
+    durable: int | None = None
+    """Newest complete checkpoint in the folder at that moment."""
 
 
 class WorkerAttached(Entry, frozen=True):

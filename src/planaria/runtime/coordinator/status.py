@@ -91,14 +91,15 @@ def _of_journal(out: Path) -> control.Status:
 
 def render(state: control.Status) -> Group:
     """A table for a terminal: a line on the run, a row for each shard, the spares."""
-    generation = "none" if state.generation is None else str(state.generation)
+    shards = f"all {state.world} shards" if state.world > 1 else "the one shard"
+    reached = "no step is" if state.generation is None else f"step {state.generation} is"
     head = (
-        f"run {state.run}: {state.phase}, epoch {state.epoch}, generation {generation} of all "
-        f"{state.world} shards, {state.swaps} swaps"
+        f"run {state.run}: {state.phase}; {reached} committed for {shards}; "
+        f"swaps: {state.swaps}, epoch {state.epoch}"
     )
     if state.exit_code is not None:
         head += f", exit code {state.exit_code}"
-    table = Table("shard", "owner", "node", "holder", "generation", "protected", "step", box=None)
+    table = Table("shard", "owner", "node", "holder", "committed", "protected", "at step", box=None)
     for row in state.shards:
         table.add_row(
             str(row.shard),
@@ -129,7 +130,10 @@ def show(
         token = control.read_token(token_file)
     state = status(target, token=token, tls=tls)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
+        # All fields, those that have their default value as well.
+        document = msgspec.structs.asdict(state)
+        document["shards"] = [msgspec.structs.asdict(row) for row in state.shards]
+        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
     else:
         Console(highlight=False, soft_wrap=True).print(render(state), markup=False)
     return 0

@@ -21,6 +21,7 @@ from planaria.runtime.coordinator.journal import (
     JOURNAL_FILE,
     AllCommitted,
     AnyEntry,
+    Decided,
     Detected,
     DurableSaved,
     Ended,
@@ -80,7 +81,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Newest generation committed for all shards."""
     seconds: float
-    """From the first line to the last."""
+    """Of this start, from its first line to the last; what came before a resume is not in it."""
     step_s: float | None
     """Median over committed steps of the slowest worker's seconds."""
     final: dict[str, float]
@@ -100,7 +101,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Time that training threads waited for protection, as a share of step time; the whole cost
     (memory bandwidth, cores) is only seen in paired runs."""
     durable: int | None
-    """Newest durable checkpoint."""
+    """Newest durable checkpoint, one that an earlier start wrote included."""
+    begun_at: int = 0
+    """Generation of the checkpoint from which this start went on; 0: from the beginning."""
+    restarts: int = 0
+    """How often the whole set was started again, for a script that does not join."""
 
 
 def summarise(entries: Iterable[AnyEntry]) -> Summary:
@@ -258,6 +263,8 @@ class _Account:
         self._durable: int | None = None
         self._injected: dict[Worker, float] = {}
         self._faults = 0
+        self._restarts = 0
+        self._begun_at = 0
         self._scalars: dict[str, float] = {}
         self._finished: dict[Shard, ShardFinished] = {}
         self._generation = 0
@@ -277,6 +284,9 @@ class _Account:
             case Opened():
                 self._run = self._run or line.run
                 self._opened = line
+                if not line.resumed:
+                    self._durable = line.durable
+                    self._begun_at = line.durable or 0
             case AllCommitted():
                 self._generation = max(self._generation, line.generation)
                 self._bytes += line.bytes
@@ -289,6 +299,8 @@ class _Account:
                 self._faults += 1
             case ShardFinished():
                 self._finished[line.shard] = line
+            case Decided() if line.name == "restart":
+                self._restarts += 1
             case DurableSaved():
                 self._durable = line.generation
             case Ended():
@@ -328,6 +340,7 @@ class _Account:
         for shard in sorted(finished, reverse=True):
             final.update(as_floats(finished[shard].result))
         seconds = self._steps.known()
+        taken = steps - self._begun_at
         return Summary(
             run=self._run,
             exit_code=self._ended.exit_code if self._ended else None,
@@ -343,7 +356,9 @@ class _Account:
             steps_redone=self._redone,
             injected=self._faults,
             protected_bytes=self._bytes,
-            protected_bytes_per_step=self._bytes / steps if steps else 0.0,
+            protected_bytes_per_step=self._bytes / taken if taken > 0 else 0.0,
             overhead=self._steps.waited() / sum(seconds) if seconds else None,
             durable=self._durable,
+            begun_at=self._begun_at,
+            restarts=self._restarts,
         )

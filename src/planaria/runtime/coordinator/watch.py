@@ -2,19 +2,30 @@
 
 Three clocks per worker: since when a ping is unanswered, when its training thread last got on (ended
 a step, entered a phase, ended a wait for protection, or had state on its way to or from a peer), and
-(for all) when the epoch began. Limits come from ``membership.limits``.
+(for all) when the epoch began. Limits come from ``membership.limits``; that of silence follows how
+late answers are in this run, so that a machine that is starved loses nobody.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from planaria.runtime import messages
-from planaria.runtime.membership.limits import Whereabouts, blame, step_limit
+from planaria.runtime.membership.limits import (
+    ANSWERS,
+    Whereabouts,
+    blame,
+    silence_limit,
+    slowness,
+    step_limit,
+)
 from planaria.runtime.membership.state import State
 from planaria.runtime.messages import Shard, Worker
+
+_PINGS = 4096
+"""Pings whose time is remembered: all that may be unanswered while a model is built. Our choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +55,10 @@ class _Seen:
     waiting: bool = False
     moved: int = 0
     phase: str = "first"
+    delays: deque[float] = field(default_factory=lambda: deque[float](maxlen=ANSWERS))
+    """Seconds from ping to answer, of the newest ones; not those while it built."""
+    built: float = 0.0
+    """When it was last seen to build."""
 
 
 class Watch:
@@ -54,6 +69,11 @@ class Watch:
         self._seen: dict[Worker, _Seen] = {}
         self._history: deque[float] = deque(maxlen=50)
         self._seq = 0
+        self._sent: dict[int, float] = {}
+        """When each of the newest pings was sent."""
+        self._building: set[Worker] = set()
+        """Who loads or builds, with long calls that keep the interpreter's lock: it says nothing of
+        the machine, and has a limit of its own."""
         self._looked: float | None = None
         self._epoch = 0
         self._phase = ""
@@ -62,11 +82,13 @@ class Watch:
 
     def attach(self, worker: Worker, *, now: float) -> None:
         """``worker`` has opened its stream."""
-        self._seen[worker] = _Seen(answered=now, progressed=now, called=now)
+        self._seen[worker] = _Seen(answered=now, progressed=now, called=now, built=now)
+        self._building.add(worker)
 
     def detach(self, worker: Worker) -> None:
         """The stream of ``worker`` has ended."""
         self._seen.pop(worker, None)
+        self._building.discard(worker)
 
     def pong(self, worker: Worker, message: messages.Pong, *, now: float) -> None:
         """``worker`` has answered."""
@@ -74,6 +96,9 @@ class Watch:
         if seen is None:
             return
         seen.answered, seen.unanswered = now, None
+        sent = self._sent.get(message.seq)
+        if sent is not None and sent > seen.built:
+            seen.delays.append(max(0.0, now - sent))
         seen.step, seen.collective, seen.inside = message.step, message.collective, message.inside
         if message.moved > seen.moved:
             # A transfer takes as long as it takes, while bytes of it arrive.
@@ -116,7 +141,6 @@ class Watch:
 
     def silent_spares(self, state: State, *, now: float) -> list[Finding]:
         """Spares that would not hear it if they were called now, so that nobody waits for them."""
-        limit = self._limits.silence
         kept = set(state.holders.values())
         found: list[Finding] = []
         for worker in state.spares:
@@ -124,14 +148,21 @@ class Watch:
             # In a world of one a spare may keep the only copy that is left.
             if seen is None or seen.unanswered is None or worker in kept:
                 continue
-            if now - seen.unanswered > limit:
-                found.append(_silence(worker, now - seen.unanswered, limit))
+            if finding := self._too_long(worker, now - seen.unanswered, now=now):
+                found.append(finding)
         return found
+
+    def patience(self, *, now: float) -> float:
+        """Seconds of silence, at most ``limits.timeout``, after which whoever is hung is found."""
+        found = self._limits_of_silence(self._seen, now).values()
+        return max((limit for limit, _ in found), default=self._limits.silence)
 
     def pings(self, *, now: float) -> Iterator[tuple[Worker, messages.Ping]]:
         """One ping for every attached worker."""
         self._forgive(now)
         self._seq += 1
+        self._sent[self._seq] = now
+        self._sent.pop(self._seq - _PINGS, None)
         ping = messages.Ping(seq=self._seq)
         for worker, seen in self._seen.items():
             if seen.unanswered is None:
@@ -145,6 +176,14 @@ class Watch:
         if (state.epoch, state.phase, planned) != seen:
             self._epoch, self._phase, self._planned = state.epoch, state.phase, planned
             self._since = now
+        self._building = {
+            worker
+            for worker, member in state.members.items()
+            if worker in self._seen
+            and (not member.ready or (member.shard is not None and _builds(state, member.shard)))
+        }
+        for worker in self._building:
+            self._seen[worker].built = now
         silent = list(self._silent(state, now))
         if silent:
             return silent
@@ -160,9 +199,11 @@ class Watch:
         if self._looked is not None and (gap := now - self._looked) > 3 * self._limits.ping:
             pause = gap - self._limits.ping
             self._since += pause
+            self._sent = {seq: at + pause for seq, at in self._sent.items()}
             for seen in self._seen.values():
                 seen.progressed += pause
                 seen.called += pause
+                seen.built += pause
                 if seen.unanswered is not None:
                     seen.unanswered += pause
         self._looked = now
@@ -178,8 +219,45 @@ class Watch:
                 if _builds(state, member.shard):
                     limit = self._limit_of_a_build(state, seen)
             silence = now - seen.unanswered
-            if silence > limit:
-                yield _silence(worker, silence, limit)
+            if silence <= limit:
+                continue
+            if limit > self._limits.silence:
+                yield _silence(worker, silence, f"{limit:g} s")
+            elif finding := self._too_long(worker, silence, now=now):
+                yield finding
+
+    def _too_long(self, worker: Worker, silence: float, *, now: float) -> Finding | None:
+        """Whether ``silence`` is more than this run's other answers explain."""
+        if silence <= self._limits.silence:
+            return None
+        limit, why = self._limits_of_silence((worker,), now)[worker]
+        return _silence(worker, silence, why) if silence > limit else None
+
+    def _limits_of_silence(
+        self, workers: Iterable[Worker], now: float
+    ) -> dict[Worker, tuple[float, str]]:
+        slow = {
+            worker: delay
+            for worker, seen in self._seen.items()
+            if worker not in self._building
+            and (delay := slowness(self._delays(seen, now))) is not None
+        }
+        return {
+            worker: silence_limit(
+                slowness(self._seen[worker].delays),
+                [delay for name, delay in slow.items() if name != worker],
+                limits=self._limits,
+            )
+            for worker in workers
+        }
+
+    def _delays(self, seen: _Seen, now: float) -> list[float]:
+        """With those of answers that are still missing: who is silent itself accuses nobody."""
+        delays = list(seen.delays)
+        if seen.unanswered is not None:
+            missing = min(ANSWERS, int((now - seen.unanswered) / self._limits.ping) + 1)
+            delays += [now - seen.unanswered - n * self._limits.ping for n in range(missing)]
+        return delays
 
     def _limit_of_a_build(self, state: State, seen: _Seen) -> float:
         assert seen.unanswered is not None
@@ -201,9 +279,7 @@ class Watch:
             seen = self._seen[worker]
             _, why = self._limit(seen)
             late = now - max(seen.progressed, self._since)
-            guilty, reason = blame(
-                {name: self._whereabouts(name) for name in owners}, now=now, limits=self._limits
-            )
+            guilty, reason = blame(self._whereabouts(owners, now), now=now, limits=self._limits)
             # Who is waited for may be in a phase that is longer by nature, such as evaluation.
             if not all(self._late(name, now) for name in ([guilty] if guilty else owners)):
                 return None
@@ -248,18 +324,22 @@ class Watch:
             return least, f"{least:.3g} s: it waits for copies on their way to holders"
         return limit, why
 
-    def _whereabouts(self, worker: Worker) -> Whereabouts:
-        seen = self._seen[worker]
-        return Whereabouts(
-            answered=seen.answered,
-            collective=seen.collective,
-            inside=seen.inside,
-            waiting=seen.waiting,
-        )
+    def _whereabouts(self, workers: list[Worker], now: float) -> dict[Worker, Whereabouts]:
+        patience = self._limits_of_silence(workers, now)
+        return {
+            worker: Whereabouts(
+                answered=seen.answered,
+                collective=seen.collective,
+                inside=seen.inside,
+                waiting=seen.waiting,
+                patience=patience[worker][0],
+            )
+            for worker, seen in ((name, self._seen[name]) for name in workers)
+        }
 
 
-def _silence(worker: Worker, seconds: float, limit: float) -> Finding:
-    reason = f"it has not answered a ping for {seconds:.1f} s (limit {limit:g} s)"
+def _silence(worker: Worker, seconds: float, limit: str) -> Finding:
+    reason = f"it has not answered a ping for {seconds:.1f} s (limit {limit})"
     return Finding(worker=worker, how="silence", reason=reason)
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import pickle
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,8 @@ from planaria.runtime.membership.limits import SHORTEST
 CONFIG_FILE = "config.toml"
 MAX_WORKERS = 16_384
 """Shards that the coordinator is tested with."""
+_LONGEST = 200
+"""Characters of a script's arguments that are told to others as they are; our choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +91,22 @@ class _Common:
 
     @cached_property
     def digest(self) -> str:
-        """Of the script's text, its arguments and the configuration; equal on all machines.
+        """What has to be equal in all workers of a run, on all machines: a line for each thing.
 
-        With the threads, because sums of floats depend on their number.
+        Its first word names the thing, so that who is refused hears what differs. With the threads,
+        because sums of floats depend on their number.
         """
-        state = hashlib.sha256()
         if self.script is not None:
-            state.update(Path(self.script).read_bytes())
-        state.update(repr((self.function, self.argument, self.arguments, self.threads)).encode())
-        return state.hexdigest()[:16]
+            lines = [f"script {_short(Path(self.script).read_bytes())}"]
+        else:
+            name = ".".join(self.function or ())
+            lines = [f"function {name} {_short(repr(self.argument).encode())}"]
+        words = shlex.join(self.arguments)
+        if len(words) > _LONGEST:
+            words = _short(words.encode())
+        # A line of its own stays one, whatever an argument holds.
+        lines.append(f"arguments {' '.join(words.split()) or 'none'}")
+        return "\n".join([*lines, f"threads {self.threads}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +131,12 @@ class LaunchConfig(_Common):
     """How often a script that never joins may be started anew as a whole."""
     inject: tuple[str, ...] = ()
     """Faults for tests, ``kill:worker=W,step=S,phase=P`` (see :mod:`.inject`)."""
+    fresh: bool = False
+    """Begin anew in a folder that holds a run; that one is put aside (see :mod:`.reuse`)."""
+    resume: bool = False
+    """Go on from the checkpoint in the folder even where it is another command's."""
+    results: tuple[str, ...] = ()
+    """Names in ``out`` of what the run leaves besides the runtime's files: put aside with them."""
     certificate: str = ""
     """PEM file of the coordinator's certificate; with ``key`` and ``ca``: TLS."""
     key: str = ""
@@ -145,6 +161,10 @@ class LaunchConfig(_Common):
             )
         if self.max_restarts < 0:
             raise ConfigError(f"max_restarts is {self.max_restarts}: give 0 or more")
+        if self.fresh and self.resume:
+            raise ConfigError(
+                "fresh and resume are both given: give --fresh to begin anew, or --resume to go on"
+            )
         if self.on_no_spare not in ("wait", "end"):
             raise ConfigError(f"on_no_spare is {self.on_no_spare!r}: give 'wait' or 'end'")
         _ = control.Tls(certificate=self.certificate, key=self.key)
@@ -274,11 +294,14 @@ def write_config(config: LaunchConfig) -> None:
     launch = {
         f.name: getattr(config, f.name)
         for f in dataclasses.fields(config)
-        if f.init and f.name != "argument"
+        if f.init and f.name not in ("argument", "fresh", "resume", "results")
     }
-    document: dict[str, Any] = {"launch": _plain(launch), "versions": versions()}
-    if dataclasses.is_dataclass(config.argument) and not isinstance(config.argument, type):
-        document["recipe"] = _plain(dataclasses.asdict(config.argument))
+    names = ("planaria", "torch", "python")
+    document: dict[str, Any] = {
+        "launch": _plain(launch),
+        "versions": dict(zip(names, versions().split("/"), strict=True)),
+        "command": command_of(config),
+    }
     path = config.out / CONFIG_FILE
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -291,6 +314,22 @@ def write_config(config: LaunchConfig) -> None:
         raise UserError(
             f"out {config.out} cannot be written ({error.strerror}); give another folder with --out"
         ) from None
+
+
+def command_of(config: LaunchConfig) -> dict[str, Any]:
+    """What a run runs, as values of TOML: by it the same command is known when it comes again."""
+    if config.script is not None:
+        text = hashlib.sha256(Path(config.script).read_bytes()).hexdigest()
+        return {"script": config.script, "text": text, "arguments": list(config.arguments)}
+    assert config.function is not None
+    given, command = config.argument, {"function": ".".join(config.function)}
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return {**command, "argument": _plain(dataclasses.asdict(given))}
+    return {**command, "argument": repr(given)}
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def make_logs(config: JoinConfig) -> None:

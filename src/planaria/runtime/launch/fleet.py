@@ -41,6 +41,9 @@ PRELOAD = (
 )
 """What every worker needs; an optimizer's first step imports ``torch._dynamo``, for seconds."""
 
+_PIPES = 6
+"""What a fork asks for takes seven descriptors; the others are for the threads beside it."""
+
 
 @dataclass(eq=False)
 class Child:
@@ -63,10 +66,10 @@ class Child:
         return describe_code(self.code)
 
 
-def _runs(child: Child) -> bool:
+def _stopped(child: Child) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
-    return False
+        return psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+    return False  # it has ended, and its pidfd is about to say so
 
 
 def describe_code(code: int | None) -> str:
@@ -112,7 +115,11 @@ class Fleet:
         self._forking: BaseProcess | None = None
 
     async def start(self, task: worker.Task) -> Child:
-        """Fork a worker for ``task``; the first one also waits for the server's imports."""
+        """Fork a worker for ``task``; the first one also waits for the server's imports.
+
+        Raises ``OSError`` where the machine has no room for a process more, ``EOFError`` where the
+        server has ended.
+        """
         process, pid = await self._loop.run_in_executor(self._pool, self._fork, task)
         self._forking = None
         try:
@@ -121,6 +128,9 @@ class Fleet:
             child = Child(task=task, process=process, pid=pid, pidfd=-1)
             self._loop.call_soon(self._end, child)
             return child
+        except OSError:
+            process.kill()  # nobody would watch it
+            raise
         child = Child(task=task, process=process, pid=pid, pidfd=pidfd)
         self.living[child.name] = child
         self._loop.add_reader(pidfd, self._end, child)
@@ -161,7 +171,7 @@ class Fleet:
             return [c for c in self.living.values() if only is None or c.name in only]
 
         end = self._loop.time() + seconds
-        while self._loop.time() < end and not hurry.is_set() and any(map(_runs, left())):
+        while self._loop.time() < end and not hurry.is_set() and not all(map(_stopped, left())):
             await asyncio.sleep(0.05)
         return sorted(child.name for child in left())
 
@@ -194,6 +204,7 @@ class Fleet:
         process = self._context.Process(
             target=worker.main, args=(task,), name=task.invitation.worker
         )
+        _check_room()
         with _without_main(), _environment(self._environment):
             process.start()
         assert process.pid is not None
@@ -212,6 +223,21 @@ class Fleet:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         self._exited(child)
+
+
+def _check_room() -> None:
+    """Raise ``OSError`` where no process can be forked and watched now.
+
+    multiprocessing's server ends where a fork of its own fails, or where who asks for one has no
+    descriptor left for its pipes; and each worker with it, by its parent-death signal. A folder
+    cannot be executed, so what is tried here of a process is the fork before that.
+    """
+    with contextlib.ExitStack() as held:
+        for _ in range(_PIPES):
+            for end in os.pipe():
+                held.callback(os.close, end)
+    with contextlib.suppress(PermissionError):
+        os.posix_spawn("/", ["/"], {})
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """``planaria run`` and ``planaria join``: start a run on this machine, watch it, end all of it.
 
-The launcher holds no torch. It starts the coordinator as a process of its own, forks the workers
-from a warm server (:mod:`.fleet`), shows their output (:mod:`.screen`), tells the coordinator of
-each worker that ends, and carries out what the coordinator wants: kill a fenced worker, start a
-spare, start the whole set anew, end the run.
+The launcher holds no torch. It starts the coordinator as a process of its own and the workers
+(:mod:`.crew`) from a warm server (:mod:`.fleet`), shows their output (:mod:`.screen`), and carries
+out what the coordinator wants: kill a fenced worker, start a spare, start the whole set anew, end
+the run. Signals to it end the run, softly first.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Generator
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from planaria.errors import CommError, PlanariaError
+from planaria.errors import PlanariaError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
-from planaria.runtime.coordinator import lock
-from planaria.runtime.launch import worker
+from planaria.runtime.launch import reuse, stopping
 from planaria.runtime.launch.config import (
     JoinConfig,
     LaunchConfig,
@@ -34,8 +30,8 @@ from planaria.runtime.launch.config import (
     write_config,
 )
 from planaria.runtime.launch.coordinator_process import CoordinatorProcess
-from planaria.runtime.launch.fleet import PRELOAD, Child, Fleet
-from planaria.runtime.launch.screen import TRACEBACK_MARK, Screen
+from planaria.runtime.launch.crew import Crew
+from planaria.runtime.launch.screen import Screen
 
 _POLL = 0.1
 """Seconds between looks at the logs; what a user takes for at once."""
@@ -43,12 +39,8 @@ _LEAVE = 5.0
 """Seconds in which workers leave by themselves when the run has ended well, without a word."""
 _HURRY = 0.5
 """The same where the run has failed or was interrupted twice."""
-_ORDINARY = (None, 0, worker.REFUSED, worker.SPARE_FAILED)
-"""Exit codes of a worker that has not failed."""
 _LINGER = 20
 """What a script does after the run may take so many time-outs."""
-_SPARE_FAILURES = 3
-"""After so many spares in a row that failed before they joined, no more are started."""
 
 
 def launch(config: LaunchConfig) -> int:
@@ -75,11 +67,6 @@ class _Launch:
         self.config = config
         self.node = config.node or socket.gethostname()
         self.screen = Screen(quiet=config.quiet)
-        self.started = 0
-        self.restarts = 0
-        self.failed_spares = 0
-        self.vacant: list[int] = []
-        """Ranks of initial workers that were lost."""
         self.interrupts = 0
         self.number = 0
         self.code: int | None = None
@@ -87,8 +74,6 @@ class _Launch:
         """Seconds in which workers may leave by themselves."""
         self.owners: frozenset[str] = frozenset()
         """Who owned a shard when the run ended well."""
-        self.fallen: dict[str, Child] = {}
-        """Workers that have ended otherwise than well, by themselves."""
         self.told = False
         """Whether it was the coordinator that ended the run."""
         self.link: LauncherLink | None = None
@@ -99,19 +84,21 @@ class _Launch:
         self.loop = asyncio.get_running_loop()
         self.over = asyncio.Event()
         self.hurry = asyncio.Event()
-        self.starting = asyncio.Lock()
-        self.fleet = Fleet(
-            preload=(*PRELOAD, *self.config.preload),
-            threads=self.config.threads,
-            environment=self.config.environment,
-            exited=self._exited,
+        self.crew = Crew(
+            self.config,
+            screen=self.screen,
+            finish=self._finish,
+            over=lambda: self.code is not None,
+            spawn=self._spawn,
         )
+        self.fleet = self.crew.fleet
         try:
             with self._signals():
                 await self._begin()
                 self._spawn(self._watch())
                 await self.over.wait()
                 await self._see_out()
+                self._look_for_faults()
         finally:
             await self._clean()
         assert self.code is not None
@@ -122,8 +109,10 @@ class _Launch:
     async def _begin(self) -> None:
         if isinstance(self.config, LaunchConfig):
             token, run = secrets.token_hex(32), _run_name()
-            lock.check(self.config.out)
+            went_on = await asyncio.to_thread(reuse.settle, self.config)
             write_config(self.config)
+            if went_on:
+                self.screen.line(went_on, kind="swap")
             self.coordinator = CoordinatorProcess(self.config, run=run, token=token)
             address = await self.coordinator.ready()
             self._spawn(self._keep_coordinator())
@@ -131,7 +120,7 @@ class _Launch:
             address, token = self.config.address, self.config.token
             run = await asyncio.to_thread(_run_at, self.config)
             make_logs(self.config)
-        self.invitation = control.Invitation(
+        invitation = control.Invitation(
             address=address,
             token=token,
             run=run,
@@ -151,13 +140,13 @@ class _Launch:
             node=self.node,
             receive=lambda message: self._from_thread(self._receive, message),
             ended=lambda reason: self._from_thread(self._link_ended, reason),
-            tls=self.invitation.tls,
+            tls=invitation.tls,
             patience=self.config.timeout,
             # A fresh spare comes from the run's own launcher: this one has its own number to add.
             spawns=isinstance(self.config, LaunchConfig),
         )
         await asyncio.to_thread(self.link.connect)
-        self._spawn(self._start_set())
+        self.crew.begin(invitation, link=self.link)
 
     def _finish(self, code: int, reason: str) -> None:
         """The run is over; the first word counts."""
@@ -183,13 +172,23 @@ class _Launch:
                 )
         if self.code == 0:
             # Perhaps before the run's end was heard of here: an owner at the end has not been lost.
-            for name in sorted(self.owners.intersection(self.fallen)):
-                child = self.fallen[name]
+            for name in sorted(self.owners.intersection(self.crew.fallen)):
+                child = self.crew.fallen[name]
                 self._fail_after(
                     f"{name} failed after the run had finished: {child.description}; "
                     f"see {child.task.invitation.log}"
                 )
         await self.fleet.end()
+
+    def _look_for_faults(self) -> None:
+        """A fault that never fired has tested nothing, however well the run has ended."""
+        if isinstance(self.config, LaunchConfig) and not self.interrupts:
+            for fault in reuse.unfired(self.config):
+                self.screen.line(
+                    f"fault {fault} never fired: no worker that it names came to that phase of that "
+                    "step as the first owner of its shard",
+                    kind="error",
+                )
 
     def _fail_after(self, reason: str) -> None:
         """Something went wrong after the run had ended well."""
@@ -228,148 +227,6 @@ class _Launch:
                 return
             self.screen.line(f"the coordinator ended with {ended} and was started again")
 
-    # ------------------------------------------------------------------ workers
-
-    async def _start_set(self) -> None:
-        """All workers and spares of this launcher, workers first."""
-        async with self.starting:
-            await self._fork_set()
-
-    async def _fork_set(self) -> None:
-        environment = self._environment()
-        mine = self.restarts
-        for rank in [*range(self.config.workers), *[None] * self.config.spares]:
-            if self.restarts != mine:
-                return  # a restart waits for us
-            await self._start(rank, environment)
-
-    async def _start(self, rank: int | None, environment: dict[str, str] | None = None) -> None:
-        if self.code is not None:
-            return
-        number = self.started
-        self.started += 1
-        name = f"{self.config.prefix}{number}"
-        log = self.config.logs / f"{name}.log"
-        local = number % max(1, self.config.workers + self.config.spares)
-        values = {
-            **self.config.environment,
-            **(environment or self._environment()),
-            "LOCAL_RANK": str(local),
-        }
-        if rank is not None:
-            values["RANK"] = str(rank)
-        invitation = msgspec.structs.replace(
-            self.invitation, worker=name, rank=rank, log=str(log.absolute())
-        )
-        task = worker.Task(
-            invitation=invitation,
-            script=self.config.script,
-            function=self.config.function,
-            argument=self.config.argument,
-            arguments=self.config.arguments,
-            environment=values,
-            threads=self.config.threads,
-            faults=self.config.faults,
-            max_redo=self.config.max_redo,
-            rank=rank,
-            world=self.config.workers,
-        )
-        self.screen.follow(name, log)
-        child = await self.fleet.start(task)
-        if self.link is not None:
-            self.link.spawned(name, pid=child.pid)
-
-    def _environment(self) -> dict[str, str]:
-        """What torchrun sets, the same for all workers of one start."""
-        if isinstance(self.config, JoinConfig):
-            return {}
-        return {
-            "WORLD_SIZE": str(self.config.workers),
-            "LOCAL_WORLD_SIZE": str(self.config.workers),
-            "MASTER_ADDR": self.config.host,
-            "MASTER_PORT": str(_free_port(self.config.host)),
-            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
-            "TORCHELASTIC_RUN_ID": self.invitation.run,
-        }
-
-    def _exited(self, child: Child) -> None:
-        assert self.link is not None
-        if child.code != worker.REFUSED:  # the coordinator never took it for a worker
-            self.link.exited(
-                child.name, pid=child.pid, description=child.description, code=child.code
-            )
-        self.screen.forget(child.name)
-        if child.code not in _ORDINARY and self.fleet.ended_itself(child):
-            self.fallen[child.name] = child
-        if self.code is not None:
-            return
-        rank = child.task.rank
-        if rank is not None and child.code != 0:
-            self.vacant.append(rank)
-        if child.code == worker.REFUSED:
-            self._spawn(self._refused(child))
-        elif child.code == worker.SPARE_FAILED:
-            self._spare_failed(child)
-        elif isinstance(self.config, JoinConfig) and not self.fleet.living:
-            self._finish(0 if child.code == 0 else 1, f"{child.name} ended: {child.description}")
-
-    async def _refused(self, child: Child) -> None:
-        """The coordinator let a worker not in: the end of a run that has not begun.
-
-        A spare that is refused later, perhaps because the script was changed, harms nobody.
-        """
-        await asyncio.sleep(_HURRY)
-        if self.code is not None:
-            return
-        late = isinstance(self.config, LaunchConfig) and child.task.rank is None
-        if late and not await self._forming():
-            self._spare_failed(child)
-        else:
-            self._finish(2, _last_line(Path(child.task.invitation.log)))
-
-    def _spare_failed(self, child: Child) -> None:
-        self.failed_spares += 1
-        reason = _last_line(Path(child.task.invitation.log))
-        self.screen.line(f"spare {child.name} could not start: {reason}", kind="swap")
-        if isinstance(self.config, JoinConfig):
-            self._finish(1, f"spare {child.name} could not start: {reason}")
-
-    async def _spares(self, count: int) -> None:
-        forming = bool(self.vacant) and await self._forming()
-        for _ in range(count):
-            if self.failed_spares >= _SPARE_FAILURES:
-                self.screen.line(
-                    f"no more spares are started: {self.failed_spares} failed before they joined",
-                    kind="swap",
-                )
-                return
-            # Before the run is formed a lost worker is not a shard yet: its place is simply free.
-            await self._start(self.vacant.pop(0) if forming and self.vacant else None)
-
-    async def _forming(self) -> bool:
-        """Whether the run has not begun; asked again while the coordinator is away."""
-        assert self.link is not None
-        end = self.loop.time() + self.config.timeout
-        while True:
-            try:
-                return (await asyncio.to_thread(self.link.status)).phase == "forming"
-            except CommError:
-                if self.loop.time() > end:
-                    raise
-                await asyncio.sleep(_POLL)
-
-    async def _restart(self, reason: str) -> None:
-        """The whole set anew, for a script that cannot be swapped."""
-        self.screen.line(reason, kind="swap")
-        self.restarts += 1
-        async with self.starting:  # whoever was still being started belongs to the old set
-            for name in list(self.fleet.living):
-                self.fleet.kill(name)
-            await self.fleet.wait(seconds=self.config.timeout)
-            self.vacant.clear()
-            await self._fork_set()
-
     # ------------------------------------------------------------------ coordinator
 
     def _from_thread(self, function: Any, argument: Any) -> None:
@@ -383,14 +240,14 @@ class _Launch:
             case control.WantSpare() | control.RestartAll() if self.interrupts:
                 pass  # the run is being stopped
             case control.WantSpare():
-                self._spawn(self._spares(message.count))
+                self.crew.wanted(message.count)
             case control.RestartAll():
-                self._spawn(self._restart(message.reason))
+                self.crew.restart(message.reason)
             case control.Line():
                 self.screen.line(message.text, kind=message.kind)
             case control.EndRun():
                 self.told = True
-                if message.exit_code == 0:
+                if message.exit_code == 0 or self.interrupts:
                     self.grace, self.owners = _LEAVE, frozenset(message.owners)
                 interrupted = 128 + self.number if self.interrupts else message.exit_code
                 self._finish(interrupted, message.reason)
@@ -426,23 +283,25 @@ class _Launch:
             self._finish(128 + number, f"stopped at once by {number.name}")
 
     async def _stop_softly(self, number: signal.Signals) -> None:
-        """A durable checkpoint, then the end, within the user's time-out; else the end at once."""
+        """A durable checkpoint, then the end (:mod:`.stopping`); else the end at once."""
         assert self.link is not None
+        reason = f"stopped by {number.name}"
+        code = 128 + number
+        if isinstance(self.config, JoinConfig):
+            self._finish(code, f"{reason}: the workers started here leave, the run goes on without")
+            return
         self.screen.line(
             f"{number.name}: a checkpoint is written first; once more stops at once", kind="swap"
         )
-        reason = f"stopped by {number.name}"
-        code = 128 + number
         with contextlib.suppress(PlanariaError):
-            if isinstance(self.config, JoinConfig):
-                self._finish(code, reason)
-                return
-            status = await asyncio.to_thread(self.link.status, timeout=2.0)
+            # A coordinator that is being started again answers later.
+            status = await asyncio.to_thread(self.link.status, timeout=self.config.timeout)
             if status.phase in ("training", "recovering", "waiting"):
-                body = control.SaveCheckpoint(reason=reason, then_stop=True)
+                body = control.SaveCheckpoint(reason=reason, then_stop=True, exit_code=code)
                 await asyncio.to_thread(self.link.request, body)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.over.wait(), self.config.timeout)
+                reason += await stopping.wait_saved(
+                    self.over, config=self.config, phase=status.phase, screen=self.screen
+                )
             elif status.phase == "forming":
                 # Perhaps a script that does not join: as under torchrun, it may catch the signal and
                 # write its own checkpoint.
@@ -483,18 +342,3 @@ def _run_at(config: JoinConfig) -> str:
 
 def _run_name() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-
-
-def _free_port(host: str) -> int:
-    """A port that was free a moment ago, for a script that makes its own store."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return lines[-1].rpartition(TRACEBACK_MARK)[2] if lines else f"{log} says nothing"

@@ -61,8 +61,8 @@ class _Follower:
             with self.path.open("rb") as log:
                 log.seek(self.offset)
                 chunk = log.read(_CHUNK)
-        except FileNotFoundError:
-            return b""
+        except OSError:
+            return b""  # not there yet, or no descriptor is left for now: it is shown later
         self.offset += len(chunk)
         return chunk
 

@@ -17,7 +17,12 @@ from planaria.runtime.messages import Limits, Worker
 SHORTEST = 2.0
 """Seconds; below it a rebuild would have less time than the detection of a silent worker takes."""
 ENOUGH = 5
-"""Steps after which the run's own times are believed."""
+"""Steps, or answers to pings, after which the run's own times are believed."""
+ANSWERS = 40
+"""Answers to pings of each worker that count; with the default time-out those of 12 s."""
+PATIENCE = 6.0
+"""Times the delay that nine of ten answers keep: where delays are exponential, as in a queue, one
+answer in a million takes longer. Our choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,34 @@ def step_limit(history: Sequence[float], *, phase: str, limits: Limits) -> tuple
     )
 
 
+def slowness(delays: Sequence[float]) -> float | None:
+    """The seconds that nine of ten of the newest 40 ``delays`` keep; None where under 5 are known.
+
+    ``delays``: seconds from ping to answer, of one worker, oldest first.
+    """
+    recent = sorted(list(delays)[-ANSWERS:])
+    return recent[math.ceil(0.9 * len(recent)) - 1] if len(recent) >= ENOUGH else None
+
+
+def silence_limit(
+    own: float | None, others: Sequence[float], *, limits: Limits
+) -> tuple[float, str]:
+    """Seconds that a worker may leave a ping unanswered, and why.
+
+    ``own`` and ``others``: :func:`slowness` of this worker and of each other one. On a machine that
+    is starved everybody's answers are late, so the middle one of the others speaks for it; one that
+    is slow by itself makes the run patient with nobody else. Six times the larger of the two is
+    allowed, at least ``limits.silence``, which is all that a quiet machine gives, and at most the
+    time-out. Source: our choice.
+    """
+    mine, theirs = own or 0.0, statistics.median_low(others) if others else 0.0
+    delay, whose = max((mine, "its own"), (theirs, "the others'"))
+    seconds = min(limits.timeout, PATIENCE * delay)
+    if seconds <= limits.silence:
+        return limits.silence, f"{limits.silence:g} s"
+    return seconds, f"{seconds:.3g} s: nine of ten of {whose} last answers took up to {delay:.2g} s"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
     """What is known of one owner when its run makes no progress."""
@@ -105,6 +138,8 @@ class Whereabouts:
     """Whether its training thread waits in one."""
     waiting: bool = False
     """Whether its training thread waits for protection, so for others."""
+    patience: float = 0.0
+    """Seconds without an answer that it may have; never less than ``limits.silence``."""
 
 
 def blame(
@@ -119,11 +154,13 @@ def blame(
     """
     if not progress:
         return None, "there are no owners"
-    silent = max(progress, key=lambda worker: now - progress[worker].answered)
-    silence = now - progress[silent].answered
-    if silence > limits.silence:
+    silences = {worker: now - where.answered for worker, where in progress.items()}
+    allowed = {w: max(limits.silence, where.patience) for w, where in progress.items()}
+    if mute := [worker for worker, silence in silences.items() if silence > allowed[worker]]:
+        silent = max(mute, key=lambda worker: silences[worker])
         return silent, (
-            f"{silent} has not answered a ping for {silence:.1f} s (limit {limits.silence:g} s)"
+            f"{silent} has not answered a ping for {silences[silent]:.1f} s (limit "
+            f"{allowed[silent]:.3g} s)"
         )
     free = [worker for worker, where in progress.items() if not where.waiting]
     if not free:

@@ -103,10 +103,26 @@ def refusal(state: State, event: Attached) -> str | None:
     ):
         if theirs and mine != theirs:
             return (
-                f"worker {event.worker} has {what} {mine or 'none'}, its run has {theirs}; "
+                f"worker {event.worker} {_unlike(what, mine, theirs)}; "
                 "start it with the script, arguments and versions of the run"
             )
     return None
+
+
+def _unlike(what: str, mine: str, theirs: str) -> str:
+    """What a worker has and what its run has. Of several lines, ``name value`` each, the first that
+    differs is told, under its own name.
+    """
+    lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
+    one, other = next((pair for pair in lines if pair[0] != pair[1]), (mine, theirs))
+    (name, _, value), (known, _, wanted) = one.partition(" "), other.partition(" ")
+    if not value or not wanted:
+        return f"has {what} {mine or 'none'}, its run has {theirs}"
+    if name != known:
+        return f"runs a {name}, its run a {known}"
+    if name in ("script", "function"):
+        return f"has another {name} than its run: its text or argument differs"
+    return f"has {name} {value}, its run has {wanted}"
 
 
 def _unchanged(state: State, reason: str) -> Transition:
@@ -156,7 +172,13 @@ def _missed(state: State, member: Member) -> Iterator[Assign | Break]:
         return
     fresh = state.phase == "building"
     if fresh or member.shard in state.lost:
-        yield Assign(epoch=state.epoch, shard=member.shard, world=state.config.world, fresh=fresh)
+        yield Assign(
+            epoch=state.epoch,
+            shard=member.shard,
+            world=state.config.world,
+            fresh=fresh,
+            durable=state.durable if fresh else None,
+        )
     elif state.phase in ("recovering", "waiting"):
         reason = f"epoch {state.epoch} began while {member.worker} had no stream"
         yield Break(epoch=state.epoch, reason=reason, lost=state.lost)
@@ -319,7 +341,7 @@ def _durable(state: State, event: DurableBy) -> Transition:
     stale = _stale(state, event.worker, part.epoch, part.shard)
     if stale is not None:
         return _unchanged(state, stale)
-    answers = state.written.get(part.generation, Map()).set(part.shard, part.error is None)
+    answers = state.written.get(part.generation, Map()).set(part.shard, part.error or "")
     missing = state.config.world - len(answers)
     record: tuple[AnyAction, ...] = ()
     if part.error is not None:
@@ -342,9 +364,11 @@ def _durable(state: State, event: DurableBy) -> Transition:
         )
     if part.generation in state.written:
         state = replace(state, written=state.written.delete(part.generation))
-    failed = [shard for shard, good in answers.items() if not good]
+    failed = {shard: error for shard, error in answers.items() if error}
     if failed:
-        reason = f"{name_shards(failed)} could not write the durable checkpoint"
+        # One full disk fails everyone: what it says stands beside them.
+        first = failed[min(failed)]
+        reason = f"{name_shards(failed)} could not write the durable checkpoint: {first}"
         action = Discard(generation=part.generation, epoch=part.epoch, reason=reason)
     else:
         reason = f"all parts of the durable checkpoint of generation {part.generation} are written"
