@@ -99,11 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def headlines(base: Path, recipes: Sequence[str]) -> Iterator[Unit]:
     """The launched runs."""
     for line in headline.HEADLINES:
-        for which in line.runs if line.recipe in recipes else ():
-            folder = base / f"{line.recipe}-{which}"
-            cache = base / "cache" / line.recipe
-            measure = partial(headline.measure, line, which, folder=folder, cache=cache)
-            yield Unit(f"headline/{line.recipe}/{which}", measure)
+        for which, seed in line.runs if line.recipe in recipes else ():
+            name = line.name(which, seed=seed)
+            where = {"folder": base / name, "cache": base / "cache" / line.recipe}
+            measure = partial(headline.measure, line, which, seed=seed, **where)
+            yield Unit(name, measure)
 
 
 def ready(wanted: Sequence[cells.Cell], *, base: Path, scale: float) -> None:

@@ -17,6 +17,8 @@ from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
 from planaria.cli import _parse
 
+FIRST, SECOND, *_ = HEADLINES[0].seeds
+
 
 def patches(on: tuple[str, ...] = (), *, seed: int = 0, signal: float = 1.0) -> dict[str, Any]:
     """20 slides of 20 patches whose scores tell the classes as far apart as ``signal``."""
@@ -145,15 +147,18 @@ def test_a_cell_switches_its_parts_on_and_no_others(tmp_path: Path) -> None:
 
 def test_the_headlines_are_commands_that_exist() -> None:
     for line in HEADLINES:
-        for which in line.runs:
-            words = shlex.split(line.command(which))
+        for which, seed in line.runs:
+            words = shlex.split(line.command(which, seed=seed))
             assert words[:3] == ["planaria", "train", line.recipe]
             assert ("--inject" in words) == (which == "struck")
+            assert ("--seed" in words) == (seed > 0)
             assert callable(_parse(words[1:]))
+        assert len({line.name(which, seed=seed) for which, seed in line.runs}) == len(line.runs)
+        assert [which for which, _ in line.runs].count("struck") == 1
 
 
 def headline(recipe: str, which: str, **values: Any) -> dict[str, Any]:
-    made = patches(signal=1.5) if recipe == "metastasis" else slides(errors=2)
+    made = patches(seed=FIRST, signal=1.5) if recipe == "metastasis" else slides(errors=2)
     return made | {
         "row": "headline",
         "which": which,
@@ -191,14 +196,20 @@ def test_the_page_says_what_is_missed_and_what_is_missing(tmp_path: Path) -> Non
     assert "| +0.000 [+0.000, +0.000] | no verdict (1 of 3 seeds) |" in page
     assert "**Missing: 4 of 6 runs** (RCC, seed 0; attention, seed 0; fusion, seed 0;" in page
     assert "**Missing: 46 of 48 runs**" in page
-    whole = [
-        headline("metastasis", which)
-        | {"row": "tried", "attempt": "y", "command": f"--synthetic {which}"}
-        for which in ("bare", "calm", "struck")
+    more = [
+        headline("metastasis", "bare") | patches(seed=SECOND) | {"value": 0.9},
+        headline("metastasis", "calm") | patches(seed=SECOND, signal=3.0),
     ]
-    rows.add("e", whole, seconds=1.0, load=0.0)
-    # A try with all three runs stands in for a headline that is not complete.
+    rows.add("e", [headline("metastasis", "bare", value=0.858), *more], seconds=1.0, load=0.0)
+    chosen = {"row": "calibrated", "recipe": "metastasis", "setting": "as it is", "seed": 11}
+    rows.add("f", [chosen | {"launched": True, "on": ["RCC"], "value": 0.875}], seconds=1, load=0)
     page = report.report(Rows(rows.path), command="c", seeds=1)
-    assert "| metastasis, worker killed | equal digests | equal | yes |" in page
-    assert "--synthetic struck --out runs/metastasis-struck" in page
+    # One struck run is as good as its baseline, the other seed's calm one is better.
+    alone, together = (line for line in page.splitlines() if "AUC, clear of 0" in line)
+    assert alone.endswith("| +0.000 [+0.000, +0.000] | **no** |")
+    assert together.endswith("| yes |")
+    launched = "| bare metastasis baseline, launched with two workers | AUC 0.80 to 0.93 | "
+    assert f"{launched}0.858, 0.900 | yes |" in page
+    assert f"| metastasis, calm, seed {SECOND} | AUC " in page
+    assert "| as it is | launched | 11 | RCC | 0.875 |" in page
     assert json.loads(rows.path.read_text().splitlines()[0])["unit"] == "cell/metastasis/nothing/0"

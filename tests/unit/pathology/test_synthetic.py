@@ -37,7 +37,7 @@ def test_a_patch_is_positive_by_its_centre_alone() -> None:
 
 
 def test_no_tumour_cell_reaches_into_a_negative_centre() -> None:
-    config = NodeConfig(around=1.0)
+    config = NodeConfig(around=1.0, apart=6.0)
     for seed in range(40):
         mask = tumour_mask(0, config=config, rng=np.random.default_rng(seed))
         assert not mask[26:70, 26:70].any()

@@ -37,7 +37,7 @@ class NodeConfig:
     """Pixels along one side of a patch."""
     mpp: float = 0.97
     """µm/px, as in PCam."""
-    likeness: float = 0.35
+    likeness: float = 0.2
     """0: tumour nuclei are twice as large as lymphocytes'; 1: they look like histiocytes."""
     mimics: float = 0.35
     """Fraction of a patch that histiocytes occupy."""
@@ -46,9 +46,10 @@ class NodeConfig:
     whole cell, so that no method reaches an AUC of 1."""
     around: float = 0.5
     """Chance that tumour stands outside the centre, in both classes."""
-    apart: float = 6.0
-    """µm that tumour around the centre keeps from it: a cell's width, so that no tumour cell reaches
-    into the centre of a negative patch."""
+    apart: float = 14.0
+    """µm that tumour around the centre keeps from it: a cell's width (6 µm) and the 8 px by which
+    random center cropping moves a patch, so that a cropped negative patch still holds no tumour cell
+    in its own centre. With less, a crop can contradict its label."""
     patches_per_slide: int = 64
     """Patches that share a slide's stain and tumour."""
     laboratories: str = "AB"
