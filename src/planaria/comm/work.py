@@ -77,7 +77,7 @@ class Pending:
         """``stuck`` is told when it is given up; ``arrived`` brings the result into ``outputs``."""
         self.future: Future[Any] = Future()
         self._domain = domain
-        self._epoch = domain.epoch
+        self.epoch = domain.epoch
         self._outputs = outputs
         self._stuck = stuck
         self._arrived = arrived
@@ -96,17 +96,22 @@ class Pending:
                 with torch.no_grad():
                     self._arrived()
         except Exception as error:
-            self._domain.fail(self._epoch, f"{type(error).__name__}: {first_line(error)}")
+            self._domain.fail(self.epoch, f"{type(error).__name__}: {first_line(error)}")
         finally:  # whatever fails here, the training thread must not wait for ever
-            self._domain.leave(self._epoch, self)
+            self._domain.leave(self.epoch, self)
             self.future.set_result(self._outputs)
 
-    def give_up(self) -> None:
-        """Nobody will end it: whoever waits goes on, with whatever is in the buffers. Any thread."""
-        if self._first():
-            self._stuck()
-            self._domain.leave(self._epoch, self)
-            self.future.set_result(self._outputs)
+    def give_up(self) -> bool:
+        """Nobody will end it: whoever waits goes on, with whatever is in the buffers. Any thread.
+
+        False where it has ended meanwhile.
+        """
+        if not self._first():
+            return False
+        self._stuck()
+        self._domain.leave(self.epoch, self)
+        self.future.set_result(self._outputs)
+        return True
 
     def _first(self) -> bool:
         with self._lock:
