@@ -204,6 +204,11 @@ class Domain:
             if pending is not None:
                 self._pending.add(pending)
 
+    def expect(self, pending: Pending) -> None:
+        """Somebody begins to wait for a collective that was entered before. Any thread."""
+        with self._lock:
+            self._pending.add(pending)
+
     def leave(self, epoch: int, pending: Pending | None = None) -> None:
         """A collective of ``epoch`` has ended. Any thread."""
         with self._lock:

@@ -87,17 +87,59 @@ def test_who_reported_in_a_living_epoch_does_not_stand_still() -> None:
     domains[0].on_given_up = lambda epoch, reason: told.append((epoch, reason))
     domains[0].rest()
     work = groups[0].allreduce([torch.ones(3)])  # the peer never takes part
-    threading.Thread(target=domains[0].supersede, args=(2, "a peer was lost"), daemon=True).start()
+    freeing = threading.Thread(
+        target=domains[0].supersede, args=(2, "a peer was lost"), daemon=True
+    )
+    freeing.start()
     begun = time.monotonic()
     with pytest.raises(AttemptBroken, match=r"^attempt given up: a peer was lost$"):
         work.wait()
     assert time.monotonic() - begun < 15.0  # half of what gloo would take
     domains[0].rest()
+    freeing.join(20.0)
     groups[0].drop()
     line = "1 collective did not end though its sockets were shut 10 times: given up"
     assert told == [(1, line)]
     groups[1].drop()  # its sockets go, and so the operation ends
     domains[0].lost.clear()
+
+
+def test_a_receive_that_gloo_has_lost_is_given_up_too() -> None:
+    """Such works have no future and end only in ``wait``, of which nobody can be called out."""
+    domains, groups = two_domains(timeout=30.0, rebuild=0.5)
+    received = groups[0].recv([torch.ones(3)], 1, 0)
+    forgotten = groups[0].recv([torch.ones(3)], 1, 1)  # nobody waits for it
+    threading.Thread(target=domains[0].supersede, args=(2, "a peer was lost"), daemon=True).start()
+    begun = time.monotonic()
+    with pytest.raises(AttemptBroken, match=r"^attempt given up: a peer was lost$"):
+        received.wait()
+    assert received.is_completed()
+    assert not forgotten.is_completed()
+    domains[0].rest()
+    domains[0].close()
+    assert time.monotonic() - begun < 15.0
+    assert len(domains[0].lost) == 1
+    groups[1].drop()
+    domains[0].lost.clear()
+
+
+def test_a_receive_waits_as_long_as_a_collective_may_take() -> None:
+    """Not as long as gloo's constructor may, 0.17 s here: a stage may wait for a slow one."""
+    _, groups = two_domains(timeout=20.0, rebuild=0.5)
+    value = torch.zeros(3)
+    received = groups[1].recv([value], 0, 7)
+
+    def later() -> None:
+        time.sleep(0.6)
+        groups[0].send([torch.arange(3.0)], 1, 7).wait()
+
+    sender = threading.Thread(target=later)
+    sender.start()
+    assert received.wait()
+    sender.join()
+    assert value.tolist() == [0.0, 1.0, 2.0]
+    for group in groups:
+        group.drop()
 
 
 def test_insides_are_not_dropped_under_a_collective_of_another_thread() -> None:
