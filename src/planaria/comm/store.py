@@ -38,6 +38,29 @@ class KeyValue(Protocol):
         ...
 
 
+class Section:
+    """A part of a control plane: the same epochs, and keys that meet no others than its own."""
+
+    def __init__(self, kv: KeyValue, name: str) -> None:
+        self._kv = kv
+        self._name = name
+
+    def _key(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    def put(self, epoch: int, key: str, value: bytes) -> None:
+        self._kv.put(epoch, self._key(key), value)
+
+    def get_many(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
+        return self._kv.get_many(epoch, [self._key(key) for key in keys], timeout)
+
+    def has(self, epoch: int, keys: Sequence[str]) -> bool:
+        return self._kv.has(epoch, [self._key(key) for key in keys])
+
+    def add(self, epoch: int, key: str, amount: int) -> int:
+        return self._kv.add(epoch, self._key(key), amount)
+
+
 class EpochStore(dist.Store):
     """A ``torch.distributed.Store`` whose keys live in the control plane under one epoch.
 

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from planaria.comm import buckets
 from planaria.comm.buckets import ddp_modules
 from planaria.errors import CheckpointError, CommError
-from planaria.runtime.coordinator.publish import complete_path, partial_path, published
+from planaria.runtime.coordinator.publish import complete_path, partial_path
 from planaria.runtime.memory.optstate import OptimizerPart, Portable
 from planaria.runtime.memory.parts import Parts
 from planaria.runtime.memory.placements import local
@@ -47,11 +47,6 @@ _ALONE = "alone"
 """Key of the tensors that a shard alone holds: DCP keeps one copy of what bears one name."""
 _BUCKETS = "buckets"
 """Key of the order of DDP's buckets, beside the parts of a shard."""
-
-
-def newest(out: Path) -> int | None:
-    """Generation of the newest complete checkpoint below ``out``; None where there is none."""
-    return max(published(out), default=None)
 
 
 @contextmanager
@@ -109,12 +104,8 @@ class DurableCheckpoints:
         for ddp in ddp_modules(self._parts.modules).values():
             # Now, as the next forward would: what is resumed from here goes on with that cut.
             buckets.settle(ddp)
+        # Its folder is made on that thread: where one worker cannot, all have to hear of it.
         path = partial_path(self._out, generation, epoch=epoch)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            told(generation, f"{path}: {error.strerror or error}", time.monotonic() - started)
-            return time.monotonic() - started
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged = stager.stage(self._state())
         assert isinstance(staged, dict), "staging without a thread of its own gives the copy itself"
@@ -295,8 +286,9 @@ def _alone(parts: Parts) -> dict[tuple[str, str], torch.Tensor]:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    text = lines[-1] if "Traceback" in str(error) and lines else (lines[0] if lines else "")
-    return f"{type(error).__name__}: {text}"
+    if isinstance(error, CheckpointException) and lines:
+        return lines[-1]  # of the traceback of whoever failed
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def default_group(world: int) -> Any | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from planaria.comm import Domain, GlooTransport, init_default, register
 from planaria.comm.buckets import ddp_modules
 from planaria.comm.domain import Mode
-from planaria.errors import AttemptBroken, CommError, EpochSuperseded, UserError
+from planaria.errors import AttemptBroken, CommError, UserError
 from planaria.runtime import durable, hooks
 from planaria.runtime.control.member import Whereabouts
 from planaria.runtime.inject import Injector
@@ -31,7 +31,6 @@ from planaria.runtime.messages import (
     Assign,
     Break,
     Broke,
-    Durable,
     Fence,
     Hold,
     Plan,
@@ -45,6 +44,7 @@ from planaria.runtime.protection import Protection, begin_epoch
 from planaria.runtime.recovery import BuildAgain, Clock, Recovery
 from planaria.runtime.seat import Seat
 from planaria.runtime.tally import SAMPLES, Tally
+from planaria.runtime.writing import Writing
 
 FENCED = 1
 """Exit code of a worker that was fenced."""
@@ -87,7 +87,6 @@ class Engine:
         last step. After a loss the run goes back as far as to the newest one that was."""
         self._build = build
         self._broke_at = 0.0
-        self._saved_at = -1
         self._versions: tuple[int, ...] = ()
         self._mark = 0
         self.parts: Parts
@@ -104,6 +103,7 @@ class Engine:
         # Of an epoch that is over, so that it is written down and nothing follows from it.
         self.domain.on_given_up = self._on_failure
         self.recovery = Recovery(self)
+        self.writing = Writing(self)
         self._listen()
 
     # ------------------------------------------------------------------ control thread
@@ -193,7 +193,8 @@ class Engine:
         self.shard, self.world = assignment.shard, assignment.world
         self.context.place(self.shard, self.world)
         clock = Clock(time.monotonic())
-        if not (assignment.fresh and self._build_together(assignment.epoch)):
+        found = assignment.durable
+        if not (assignment.fresh and self._build_together(assignment.epoch, found)):
             self._build_alone(assignment.epoch)
         clock.lap("build")
         while True:
@@ -204,7 +205,7 @@ class Engine:
                 plan = again.plan
             self._forget()
             try:
-                if self._build_together(plan.epoch):
+                if self._build_together(plan.epoch, plan.durable):
                     self.recovery.begin(plan, clock)
                     return True
             except (AttemptBroken, CommError):
@@ -214,13 +215,14 @@ class Engine:
             self._forget()
             self._build_alone(self.seat.epoch)
 
-    def _build_together(self, epoch: int) -> bool:
-        """Build over living groups, with all other owners; False where one was lost meanwhile."""
+    def _build_together(self, epoch: int, found: int | None) -> bool:
+        """Build over living groups, with all other owners, and read checkpoint ``found``; False
+        where one was lost meanwhile.
+        """
         try:
             self.domain.begin(epoch, rank=self.shard, world=self.world, solo=False)
             self._make()
             self.domain.check()
-            found = durable.newest(self._out)
             if found is not None:
                 self.durable.load(found)
                 self.domain.check()
@@ -348,24 +350,19 @@ class Engine:
     # ------------------------------------------------------------------ attempts
 
     def may_begin(self, step: int, *, due: bool) -> None:
-        """Wait until ``max_redo`` allows to attempt ``step``; write a durable checkpoint if ``due``.
-
-        One that was asked for is written at the generation that it names: nobody can have begun a
-        step beyond it before this wait, so all workers write the same one.
-        """
+        """Wait until ``max_redo`` allows to attempt ``step``; write a durable checkpoint if ``due``."""
         assert self.generation is not None
         since = time.monotonic()
         self.seat.wait_committed(self._protected_upto(step - self.max_redo), self.domain.epoch)
         self.waiting += time.monotonic() - since
-        wanted = self.seat.save
-        asked = wanted is not None and self.generation == wanted.at
-        if (due or asked) and self.generation > self._saved_at:
-            self.save()
-        if wanted is not None and asked and wanted.then_stop:
-            self.settle()
-            if self.seat.wait_end(self.domain.epoch) is None:
-                raise EpochSuperseded("a worker was lost while the last checkpoint was published")
-            self.seat.check()
+        self.writing.between_steps(due=due)
+
+    def finish_steps(self, *, due: bool) -> None:
+        """Wait until the script's last step is committed; write a durable checkpoint if ``due``."""
+        assert self.generation is not None
+        self.seat.wait_committed(self.generation, self.domain.epoch)
+        self.tell()
+        self.writing.at_the_end(due=due)
 
     def _protected_upto(self, generation: int) -> int:
         while generation > 0 and not self.protects(generation):
@@ -397,27 +394,6 @@ class Engine:
         if self.shard == 0:
             for step, values in settled:
                 self.member.send(Scalar(step=step, values=values))
-
-    def save(self) -> None:
-        """Begin a durable checkpoint of the present generation."""
-        assert self.generation is not None
-        generation, epoch = self.generation, self.domain.epoch
-        self._saved_at = generation
-
-        def told(written: int, error: str | None, seconds: float) -> None:
-            self.member.send(
-                Durable(
-                    epoch=epoch,
-                    shard=self.shard,
-                    generation=written,
-                    error=error,
-                    seconds=seconds,
-                )
-            )
-
-        self.member.send(Progress(epoch=epoch, step=self.attempting, phase="checkpoint"))
-        self.durable.save(generation, told, epoch=epoch, check=self.domain_check)
-        self.member.send(Progress(epoch=epoch, step=self.attempting, phase="step"))
 
     # ------------------------------------------------------------------ recovery
 
@@ -452,9 +428,7 @@ class Engine:
         """The parts hold ``generation``; from here on captures go to the plan's holder."""
         self.generation, self.dirty, self.untouched = generation, False, True
         self.attempting = generation
-        # Alike on all workers, a new owner's included, or some would write what others do not. What
-        # was being written when the epoch ended is given up, so it is written again.
-        self._saved_at = generation if plan.rollback else -1
+        self.writing.stand_at(generation, plan)
         self.seat.go_back_to(generation)
         self.started = True
         if generation not in self.protection.captured():

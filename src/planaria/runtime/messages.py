@@ -253,6 +253,9 @@ class Assign(Message, frozen=True):
     shard: Shard
     world: int
     fresh: bool
+    durable: int | None = None
+    """Newest durable checkpoint, from which owners that build together go on. Not what each of them
+    finds: a shared file system shows a new folder to one machine before another."""
 
 
 class Break(Message, frozen=True):
@@ -308,6 +311,8 @@ class Plan(Message, frozen=True):
     committed: int | None = None
     """Newest generation committed for every shard, never above ``generation``. Buffers and slots
     with any other generation than these two are void: nothing of them will be committed now."""
+    durable: int | None = None
+    """Newest durable checkpoint."""
 
 
 class Hold(Message, frozen=True):
@@ -357,14 +362,18 @@ class Stop(Message, frozen=True):
         return self.exit_code == 0 or self.exit_code > 128
 
 
+MOST_AHEAD = 2
+"""Steps that a worker can be ahead of the newest commit: there are two host buffers."""
+
+
 class SaveDurable(Message, frozen=True):
     """Write a durable checkpoint at the end of the next attempt (SIGTERM, or by request)."""
 
     reason: str
     then_stop: bool = False
     at: int = 0
-    """Generation to write: newest committed + max_redo, the newest step that anyone can be
-    attempting, so that nobody is past it; 0: the next one (a run without peers)."""
+    """Generation to write: newest committed + MOST_AHEAD, the newest step that anyone can be
+    attempting, so that nobody is past it; or the script's last one, where that comes before."""
 
 
 FromCoordinator = (

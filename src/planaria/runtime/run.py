@@ -173,6 +173,7 @@ class Run:
         self._buffers: list[tuple[Any, Any]] = []
         self._inside = False
         self._warned = False
+        self._checkpoint_every = 0
         self._ended = False
         self._result: dict[str, float] = {}
         self._values = parts.given
@@ -202,7 +203,7 @@ class Run:
 
         A step whose attempt was broken by a lost worker is given again, after the swap. Ends when
         step ``until`` is committed for all shards. ``checkpoint_every``: write a durable checkpoint
-        every so many steps; 0: only when asked to (SIGTERM).
+        every so many steps, also at ``until`` where it is its turn; 0: only when asked to (SIGTERM).
 
         Raises:
             ConfigError: a number is below 0.
@@ -212,12 +213,13 @@ class Run:
             raise ConfigError(
                 f"until is {until} and checkpoint_every is {checkpoint_every}: give 0 or more"
             )
+        self._checkpoint_every = checkpoint_every
         while True:
             try:
                 if self.step >= until:
                     self._settle(until)
                     return
-                self._may_begin(self.step + 1, checkpoint_every)
+                self._may_begin(self.step + 1)
             except (AttemptBroken, CommError):
                 self._recover()
                 continue
@@ -281,6 +283,8 @@ class Run:
         while True:
             try:
                 self._check()
+                # Again, where a loss has cut it off: a new owner has come by attempts() to here.
+                engine.finish_steps(due=self._due)
                 # A long evaluation or export is no hang.
                 with self.phase("checkpoint"):
                     value = duty()
@@ -402,20 +406,23 @@ class Run:
 
     # ------------------------------------------------------------------ between attempts
 
-    def _may_begin(self, step: int, checkpoint_every: int) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        engine.domain_check()
-        due = bool(checkpoint_every) and self.step > 0 and self.step % checkpoint_every == 0
-        engine.may_begin(step, due=due)
-
-    def _settle(self, until: int) -> None:
-        """Wait until the last step is committed for all."""
+    def _may_begin(self, step: int) -> None:
         if self._engine is not None:
             self._engine.domain_check()
-            self._engine.seat.wait_committed(self.step, self._engine.domain.epoch)
-            self._engine.tell()
+            self._engine.may_begin(step, due=self._due)
+
+    def _settle(self, until: int) -> None:
+        """Wait until the last step is committed for all, and have it written where it is due."""
+        if self._engine is not None:
+            self._engine.domain_check()
+            # Not beyond it: a new owner passes by what its peers have long left behind them.
+            self._engine.finish_steps(due=self._due and self.step == until)
+
+    @property
+    def _due(self) -> bool:
+        """Whether a durable checkpoint is to be written of the state as it is now."""
+        every = self._checkpoint_every
+        return bool(every) and self.step > 0 and self.step % every == 0
 
     def _recover(self) -> None:
         assert self._engine is not None

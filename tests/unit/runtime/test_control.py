@@ -340,8 +340,9 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
         def save(generation: int, error: str | None = None) -> None:
             folder = publish.partial_path(tmp_path, generation, epoch=epoch)
             folder.mkdir(parents=True)
+            (folder / ".metadata").touch()
             for shard, one in enumerate((a, b)):
-                (folder / f"{shard}.distcp").write_bytes(b"x")
+                (folder / f"__{shard}_0.distcp").write_bytes(b"x")
                 one.member.send(
                     messages.Durable(
                         epoch=epoch,
@@ -362,11 +363,13 @@ def test_only_what_all_shards_have_written_is_published(tmp_path: Path) -> None:
                 )
             )
         wait_for(lambda: publish.published(tmp_path) == [4, 6] or None)
-        assert (tmp_path / "checkpoints/step-6/1.distcp").read_bytes() == b"x"
+        assert (tmp_path / "checkpoints/step-6/__1_0.distcp").read_bytes() == b"x"
         save(8, error="No space left on device")
         (failed,) = wait_for(lambda: process.entries(journal.DurableFailed))
         assert failed.generation == 8
-        assert failed.reason == "shard 1 could not write the durable checkpoint"
+        assert failed.reason == (
+            "shard 1 could not write the durable checkpoint: No space left on device"
+        )
         assert publish.published(tmp_path) == [4, 6]
         assert not publish.partial_path(tmp_path, 8, epoch=epoch).exists()
         saved = process.entries(journal.DurableSaved)
@@ -452,8 +455,11 @@ def test_members_go_on_when_their_coordinator_is_killed_and_started_again(tmp_pa
             a.commit(epoch, 0, generation)
             b.commit(epoch, 1, generation)
         wait_for(lambda: status(tmp_path).generation == 2 or None)
-        publish.partial_path(tmp_path, 2, epoch=epoch).mkdir(parents=True)
+        folder = publish.partial_path(tmp_path, 2, epoch=epoch)
+        folder.mkdir(parents=True)
+        (folder / ".metadata").touch()
         for shard, one in enumerate((a, b)):
+            (folder / f"__{shard}_0.distcp").touch()
             one.member.send(messages.Durable(epoch=epoch, shard=shard, generation=2))
         wait_for(lambda: process.entries(journal.DurableSaved))
         process.kill()

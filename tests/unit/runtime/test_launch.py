@@ -51,9 +51,13 @@ with planaria.join(build) as run:
 """
 
 CLASSIC = """
-import os, signal, sys, torch, torch.distributed as dist
+import os, signal, sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+dist.init_process_group("gloo")  # once to talk, as some launch scripts do, and once to train
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+time.sleep(0.2 * int(os.environ["RANK"]))
 dist.init_process_group("gloo")
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 torch.manual_seed(0)

@@ -331,12 +331,27 @@ def test_a_published_checkpoint_saves_what_memory_lost():
     recover(run)
     plan = run.told(Plan)[1]
     assert (plan.generation, plan.rollback, run.state.committed) == (4, True, None)
+    assert plan.durable == 4
+
+
+def test_all_owners_are_told_which_checkpoint_to_go_on_from():
+    """Not what each of them finds on a shared disk; and who comes late is told the same."""
+    run = Run(2)
+    run.state = replace(run.state, durable=40)
+    run.attach("w0").attach("w1")
+    assert {message.durable for _, message in run.sent(Assign)} == {40}
+    run.feed(Attached("w1", node="n1", address="a", config="c1", version="v1"))
+    assert [message.durable for _, message in run.sent(Assign)] == [40]
 
 
 def test_a_durable_checkpoint_that_cannot_be_complete_is_discarded():
     run = training().durable(4, 0).durable(4, 1, error="disk full").durable(4, 2)
     assert run.did(Discard) == [
-        Discard(generation=4, epoch=1, reason="shard 1 could not write the durable checkpoint")
+        Discard(
+            generation=4,
+            epoch=1,
+            reason="shard 1 could not write the durable checkpoint: disk full",
+        )
     ]
     run.durable(5, 0).feed(Lost("w1", reason="x"))
     assert run.did(Discard) == [

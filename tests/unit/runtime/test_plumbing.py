@@ -1,4 +1,4 @@
-"""Tokens, contacts, keys and publishing, without a coordinator process."""
+"""Tokens, contacts and keys, without a coordinator process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from queue import SimpleQueue
 import pytest
 from tests.support.control_plane import invitation
 
-from planaria.errors import CheckpointError, ConfigError, EpochSuperseded, UserError
+from planaria.errors import ConfigError, EpochSuperseded, UserError
 from planaria.runtime.control import caller
 from planaria.runtime.control import protocol as control
-from planaria.runtime.coordinator import publish, store
+from planaria.runtime.coordinator import store
 from planaria.runtime.coordinator.keys import EpochKeys
 from planaria.runtime.membership.rules import MembershipConfig, State
 
@@ -115,32 +115,6 @@ def test_keys_are_bounded_and_belong_to_one_epoch() -> None:
         assert not keys.check(2, ["a"])
 
     asyncio.run(use())
-
-
-def test_a_checkpoint_counts_once_it_is_published(tmp_path: Path) -> None:
-    assert publish.published(tmp_path) == []
-    publish.partial_path(tmp_path, 1, epoch=1).mkdir(parents=True)
-    assert publish.published(tmp_path) == []
-    path = publish.publish(tmp_path, 1, epoch=1, run="r", world=2, keep=2)
-    assert (path, publish.published(tmp_path)) == (publish.complete_path(tmp_path, 1), [1])
-    assert '"generation": 1' in (path / publish.COMPLETE).read_text()
-    (publish.complete_path(tmp_path, 7)).mkdir()
-    assert publish.published(tmp_path) == [1], "a folder without its mark is not complete"
-    with pytest.raises(CheckpointError) as caught:
-        publish.publish(tmp_path, 3, epoch=1, run="r", world=2, keep=2)
-    assert str(caught.value) == (
-        f"durable checkpoint {tmp_path}/checkpoints/step-3 cannot be published: No such file or "
-        f"directory ({tmp_path}/checkpoints/step-3.e1.partial/complete.json); the older ones are "
-        "still there, free space for the next"
-    )
-    # The same generation once more, after a recovery: the newer one counts.
-    partial = publish.partial_path(tmp_path, 1, epoch=1)
-    partial.mkdir()
-    (partial / "new").touch()
-    publish.publish(tmp_path, 1, epoch=1, run="r", world=2, keep=2)
-    assert (path / "new").exists()
-    # What a fenced worker of an older epoch writes goes into a folder of its own.
-    assert publish.partial_path(tmp_path, 1, epoch=2) != partial
 
 
 def test_what_a_failed_stream_has_not_taken_is_kept() -> None:

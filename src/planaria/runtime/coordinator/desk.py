@@ -85,7 +85,13 @@ class ControlDesk:
             chronicle=self._chronicle,
             apply=self.apply,
         )
-        self.ending = Ending(out, book=book, chronicle=self._chronicle, crowd=self.crowd)
+        self.ending = Ending(
+            out,
+            book=book,
+            chronicle=self._chronicle,
+            crowd=self.crowd,
+            saved=self._saving.settled,
+        )
         self.over = self.ending.over
         """The exit code, once the run is over and launchers are told so."""
         self._swaps = 0

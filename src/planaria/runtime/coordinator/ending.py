@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from planaria.runtime.control import protocol as control
@@ -21,7 +22,13 @@ class Ending:
     """Ends the run in ``out`` once; belongs to the coordinator's loop."""
 
     def __init__(
-        self, out: Path, *, book: journal.Journal, chronicle: Chronicle, crowd: Crowd
+        self,
+        out: Path,
+        *,
+        book: journal.Journal,
+        chronicle: Chronicle,
+        crowd: Crowd,
+        saved: Callable[[], Awaitable[None]],
     ) -> None:
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """The exit code, once launchers are told of the end."""
@@ -29,6 +36,8 @@ class Ending:
         self._book = book
         self._chronicle = chronicle
         self._crowd = crowd
+        self._saved = saved
+        """Waits for durable checkpoints that are being published."""
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -56,7 +65,7 @@ class Ending:
             await asyncio.wait((self._work,), timeout=seconds)
 
     async def _finish(self, last: control.EndRun) -> None:
-        summing = asyncio.create_task(asyncio.to_thread(summary.write_summary, self._out))
+        summing = asyncio.create_task(self._sum_up())
         try:
             await asyncio.wait((summing,), timeout=QUICK)
             if summing.done():
@@ -67,6 +76,10 @@ class Ending:
         if not summing.done():
             await asyncio.wait((summing,))
             self._tell(summing)
+
+    async def _sum_up(self) -> summary.Summary:
+        await self._saved()
+        return await asyncio.to_thread(summary.write_summary, self._out)
 
     def _tell(self, summing: asyncio.Task[summary.Summary]) -> None:
         error = summing.exception()

@@ -15,9 +15,6 @@ from planaria.runtime.coordinator.crowd import Crowd
 from planaria.runtime.membership import events
 from planaria.runtime.membership.state import State
 
-MOST_AHEAD = 2
-"""Steps that a worker can be ahead of the newest commit: there are two host buffers."""
-
 
 class Saving:
     """Publishes below ``out``; ``apply`` feeds membership."""
@@ -41,6 +38,11 @@ class Saving:
         self._asked: control.SaveCheckpoint | None = None
         """What was asked for and is not yet there."""
         self._seconds: dict[int, float] = {}
+        self._after: int | None = None
+        """Newest committed generation when owners were asked: any later one is what was asked for.
+        None: they were not asked yet."""
+        self._publishing = asyncio.Lock()
+        """One folder after the other: each publication removes what is older."""
 
     def ask(self, body: control.SaveCheckpoint, *, state: State, crowd: Crowd) -> control.Done:
         """Have all owners write a checkpoint: after the running attempt, or after the recovery."""
@@ -49,7 +51,12 @@ class Saving:
                 f"the run is {state.phase}: a durable checkpoint can be written while it trains; "
                 "ask again then"
             )
-        self._asked = body
+        if self._asked is not None:
+            # Owners write what they were asked for first; asked anew, some would be past it.
+            if body.then_stop:
+                self._asked = body
+            return control.Done(note="a durable checkpoint was asked for already")
+        self._asked, self._after = body, None
         if state.phase != "training":
             return control.Done(note="a durable checkpoint is written after the recovery")
         self._tell(body, state, crowd)
@@ -63,10 +70,13 @@ class Saving:
             self._tell(self._asked, state, crowd)
 
     def _tell(self, body: control.SaveCheckpoint, state: State, crowd: Crowd) -> None:
+        # Nothing is committed yet in a run that has just gone on from the disk.
+        planned = state.plan.generation if state.plan is not None else None
+        after = self._after = max(state.committed or 0, planned or 0)
         message = messages.SaveDurable(
             reason=body.reason,
             then_stop=body.then_stop,
-            at=(state.committed or 0) + MOST_AHEAD,
+            at=after + messages.MOST_AHEAD,
         )
         for worker in state.owners.values():
             crowd.send(worker, message)
@@ -87,15 +97,16 @@ class Saving:
             self._apply(events.Published(generation=generation))
             return
         try:
-            path = await asyncio.to_thread(
-                publish.publish,
-                self._out,
-                generation,
-                epoch=epoch,
-                run=self._run,
-                world=self._world,
-                keep=self._keep,
-            )
+            async with self._publishing:
+                path = await asyncio.to_thread(
+                    publish.publish,
+                    self._out,
+                    generation,
+                    epoch=epoch,
+                    run=self._run,
+                    world=self._world,
+                    keep=self._keep,
+                )
         except CheckpointError as error:
             self._given_up(generation, str(error))
             return
@@ -103,10 +114,23 @@ class Saving:
             journal.DurableSaved(generation=generation, path=str(path), seconds=seconds)
         )
         self._apply(events.Published(generation=generation))
-        asked, self._asked = self._asked, None
+        asked = self._answered(generation)
         if asked is not None and asked.then_stop:
             reason = f"{asked.reason}, after the durable checkpoint of generation {generation}"
             self._apply(events.StopRequested(reason=reason, exit_code=asked.exit_code))
+
+    async def settled(self) -> None:
+        """Until every folder has its name whose parts were all there before."""
+        async with self._publishing:
+            pass
+
+    def _answered(self, generation: int) -> control.SaveCheckpoint | None:
+        """What was asked for, where ``generation`` is the answer to it; an older one that was still
+        being written then is none."""
+        if self._asked is None or self._after is None or generation <= self._after:
+            return None
+        asked, self._asked = self._asked, None
+        return asked
 
     async def discard(self, action: events.Discard) -> None:
         """It can never be complete: remove what there is of it."""
@@ -123,6 +147,6 @@ class Saving:
         self._chronicle.book.write(journal.DurableFailed(generation=generation, reason=reason))
         line = f"no durable checkpoint of generation {generation}: {reason}"
         self._chronicle.say(line, kind="error")
-        asked, self._asked = self._asked, None
+        asked = self._answered(generation)
         if asked is not None and asked.then_stop:
             self._apply(events.StopRequested(reason=f"{asked.reason}; {line}", exit_code=1))

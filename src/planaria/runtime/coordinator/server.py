@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -132,9 +132,9 @@ async def serve(
     line where it cannot begin.
     """
     resumed = state is not None
-    durable = publish.published(config.out)
     if state is None:
         publish.sweep(config.out)
+        durable = publish.published(config.out)
         state = State(config=config.membership, durable=durable[-1] if durable else None)
     _check_free(config.host, config.port)
     server = grpc.aio.server(
@@ -177,6 +177,7 @@ async def serve(
         code = await desk.over
         await desk.emptied(seconds=LEAVE)
         await desk.ending.finished(seconds=SUM_UP)
+        await asyncio.to_thread(publish.sweep, config.out)
     finally:
         looking.cancel()
         desk.close()
@@ -258,8 +259,19 @@ def start(config: CoordinatorConfig) -> int:
         raise UserError(
             f"out {config.out} cannot be made: {error.strerror}; choose another folder"
         ) from None
-    with lock.hold(config.out):
+    with _alone(config.out):
         return asyncio.run(serve(config, token=token))
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Generator[None]:
+    """One run in ``out``, and one in its folder of checkpoints, which may be a link that two share."""
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock.hold(out))
+        checkpoints = publish.prepare(out)
+        if checkpoints.is_symlink():
+            held.enter_context(lock.hold(checkpoints))
+        yield
 
 
 def resume(out: Path) -> int:
@@ -274,7 +286,7 @@ def resume(out: Path) -> int:
     values: dict[str, Any] = {**header.config, "out": out, "run": header.run}
     values["port"] = int(header.address.rpartition(":")[2])
     config = CoordinatorConfig(**values)
-    with lock.hold(out):
+    with _alone(out):
         return asyncio.run(serve(config, token=token, state=state, address=header.address))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -41,6 +42,7 @@ def install(context: WorkerContext) -> None:
 
     original = distributed_c10d.init_process_group
     signature = inspect.signature(original)
+    times = itertools.count()
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -50,15 +52,20 @@ def install(context: WorkerContext) -> None:
             return
         if context.task.rank is None:
             _stand_by(context)
-        _start(context, bound.arguments)
+        _start(context, bound.arguments, time=next(times))
 
     for module in (dist, distributed_c10d):
         module.init_process_group = init_process_group  # pyright: ignore
 
 
-def _start(context: WorkerContext, given: dict[str, Any]) -> None:
-    """The default group as a handle over the control plane."""
+def _start(context: WorkerContext, given: dict[str, Any], *, time: int) -> None:
+    """The default group as a handle over the control plane.
+
+    ``time``: how often this process has made one before. A script may destroy it and make another, as
+    all its workers do then, and would meet what the last one has left under the keys of this epoch.
+    """
     from planaria.comm import Domain, GlooTransport, init_default, register
+    from planaria.comm.store import Section
 
     rank, world = _place(given)
     if context.faults:
@@ -68,13 +75,14 @@ def _start(context: WorkerContext, given: dict[str, Any]) -> None:
         )
     member = context.member
     member.send(Joinless())
-    if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if rank == 0 and time == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         sys.stderr.write(ADVICE + "\n")
     limits = member.limits
     timeout = given.get("timeout")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else limits.timeout
     transport = GlooTransport(host=context.data.address.rpartition(":")[0])
-    domain = Domain(transport, member.kv, timeout=seconds, rebuild=limits.timeout)
+    keys = Section(member.kv, f"group-{time}")
+    domain = Domain(transport, keys, timeout=seconds, rebuild=limits.timeout)
     domain.on_failure = _give_up
     register(domain)
     domain.begin(_epoch(context), rank=rank, world=world, solo=False)

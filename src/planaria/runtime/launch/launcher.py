@@ -21,7 +21,7 @@ from planaria.errors import PlanariaError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.control.link import LauncherLink
-from planaria.runtime.launch import reuse
+from planaria.runtime.launch import reuse, stopping
 from planaria.runtime.launch.config import (
     JoinConfig,
     LaunchConfig,
@@ -283,7 +283,7 @@ class _Launch:
             self._finish(128 + number, f"stopped at once by {number.name}")
 
     async def _stop_softly(self, number: signal.Signals) -> None:
-        """A durable checkpoint, then the end, within the user's time-out; else the end at once."""
+        """A durable checkpoint, then the end (:mod:`.stopping`); else the end at once."""
         assert self.link is not None
         reason = f"stopped by {number.name}"
         code = 128 + number
@@ -294,12 +294,14 @@ class _Launch:
             f"{number.name}: a checkpoint is written first; once more stops at once", kind="swap"
         )
         with contextlib.suppress(PlanariaError):
-            status = await asyncio.to_thread(self.link.status, timeout=2.0)
+            # A coordinator that is being started again answers later.
+            status = await asyncio.to_thread(self.link.status, timeout=self.config.timeout)
             if status.phase in ("training", "recovering", "waiting"):
                 body = control.SaveCheckpoint(reason=reason, then_stop=True, exit_code=code)
                 await asyncio.to_thread(self.link.request, body)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.over.wait(), self.config.timeout)
+                reason += await stopping.wait_saved(
+                    self.over, config=self.config, phase=status.phase, screen=self.screen
+                )
             elif status.phase == "forming":
                 # Perhaps a script that does not join: as under torchrun, it may catch the signal and
                 # write its own checkpoint.

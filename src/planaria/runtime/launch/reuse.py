@@ -131,7 +131,7 @@ def check(config: LaunchConfig) -> Decision:
 
 def look(out: Path) -> Found:
     """What ``out`` holds of an earlier run; files that cannot be read tell nothing."""
-    complete = publish.published(out)
+    complete = publish.kept(out)
     written = _document(out / CONFIG_FILE)
     launch = written.get("launch", {})
     steps = exit_code = None

@@ -367,4 +367,5 @@ def plan(
         reason=f"{reason}; {redone} step{'s' * (redone != 1)} to do again",
         rollback=rollback,
         keepers=keepers,
+        durable=durable,
     )

@@ -172,7 +172,13 @@ def _missed(state: State, member: Member) -> Iterator[Assign | Break]:
         return
     fresh = state.phase == "building"
     if fresh or member.shard in state.lost:
-        yield Assign(epoch=state.epoch, shard=member.shard, world=state.config.world, fresh=fresh)
+        yield Assign(
+            epoch=state.epoch,
+            shard=member.shard,
+            world=state.config.world,
+            fresh=fresh,
+            durable=state.durable if fresh else None,
+        )
     elif state.phase in ("recovering", "waiting"):
         reason = f"epoch {state.epoch} began while {member.worker} had no stream"
         yield Break(epoch=state.epoch, reason=reason, lost=state.lost)
@@ -335,7 +341,7 @@ def _durable(state: State, event: DurableBy) -> Transition:
     stale = _stale(state, event.worker, part.epoch, part.shard)
     if stale is not None:
         return _unchanged(state, stale)
-    answers = state.written.get(part.generation, Map()).set(part.shard, part.error is None)
+    answers = state.written.get(part.generation, Map()).set(part.shard, part.error or "")
     missing = state.config.world - len(answers)
     record: tuple[AnyAction, ...] = ()
     if part.error is not None:
@@ -358,9 +364,11 @@ def _durable(state: State, event: DurableBy) -> Transition:
         )
     if part.generation in state.written:
         state = replace(state, written=state.written.delete(part.generation))
-    failed = [shard for shard, good in answers.items() if not good]
+    failed = {shard: error for shard, error in answers.items() if error}
     if failed:
-        reason = f"{name_shards(failed)} could not write the durable checkpoint"
+        # One full disk fails everyone: what it says stands beside them.
+        first = failed[min(failed)]
+        reason = f"{name_shards(failed)} could not write the durable checkpoint: {first}"
         action = Discard(generation=part.generation, epoch=part.epoch, reason=reason)
     else:
         reason = f"all parts of the durable checkpoint of generation {part.generation} are written"

@@ -120,7 +120,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """For how many shards a generation is that newest one; none is there for none."""
     durable: int | None = None
     """Newest published durable checkpoint."""
-    written: Map[int, Map[Shard, bool]] = Map()
+    written: Map[int, Map[Shard, str]] = Map()
     """Durable checkpoints under way: the shards that have answered in this epoch, and whether they
     have written their part."""
     finished: Map[Shard, Finished] = Map()

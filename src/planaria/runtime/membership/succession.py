@@ -108,7 +108,9 @@ def form(state: State) -> Transition:
     actions: Actions = [
         Send(
             worker=assigned[shard],
-            message=Assign(epoch=epoch, shard=shard, world=world, fresh=True),
+            message=Assign(
+                epoch=epoch, shard=shard, world=world, fresh=True, durable=state.durable
+            ),
         )
         for shard in range(world)
     ]
