@@ -51,6 +51,18 @@ def test_a_script_of_its_own_ways(tmp_path: Path, calm: Callable[..., Outcome], 
     check_faults(ended, [FAULT])
 
 
+def test_a_failure_that_is_never_heard_of_is_no_second_loss(
+    tmp_path: Path, calm: Callable[..., Outcome]
+) -> None:
+    """A survivor that gloo has forgotten is freed all the same, in the first epoch, too."""
+    ended = struck(like(DDP, hook="miss_a_failure"), tmp_path)
+    check_equal(ended, calm(DDP, workers=3))
+    check_faults(ended, [FAULT])
+    (said,) = [e for e in ended.events("broke") if e["reason"].endswith("given up")]
+    assert (said["worker"], said["epoch"]) == ("w0", 1)
+    assert said["reason"].startswith("1 collective did not end though its sockets were shut ")
+
+
 def test_unfreezing_reaches_a_spare(tmp_path: Path, calm: Callable[..., Outcome]) -> None:
     """The loop thaws a layer at step 3; the spare that comes at step 6 has built it frozen."""
     job = like(Job(kind="plain", steps=STEPS, final=""), hook="thaw")

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planaria
+from planaria.comm.work import Pending
 
 Kind = Literal["ddp", "fsdp", "hsdp", "single", "plain"]
 """``plain``: each worker trains a model of its own, half of it frozen by ``build``."""
@@ -259,6 +260,23 @@ def die_at_even_steps(job: Job, run: planaria.Run, attempt: planaria.Attempt) ->
         os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
+
+
+def miss_a_failure(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:
+    """The next collective of shard 0 that fails is never heard of, as gloo has it now and then."""
+    if attempt.step != 6 or run.shard.index != 0:
+        return
+    finish = Pending.finish
+
+    def missed(pending: Pending, done: Any) -> None:
+        try:
+            done.value()
+        except RuntimeError:
+            Pending.finish = finish  # type: ignore[method-assign]
+        else:
+            finish(pending, done)
+
+    Pending.finish = missed  # type: ignore[method-assign]
 
 
 def wait_for_go(job: Job, run: planaria.Run, attempt: planaria.Attempt) -> None:

@@ -11,7 +11,7 @@ import enum
 import logging
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,8 @@ _MUST_COMPLETE = (
 _ROUND = 0.05
 """Seconds between two rounds of shutting sockets."""
 _GIVEN_UP = 40
-"""Rounds; gloo ends what it has not lost within one."""
+"""Rounds; gloo ends what it has not lost within one. Fewer where a rebuild has less time than they
+take, so that who was stuck is free again long before anyone takes it for lost."""
 
 
 class Mode(enum.Enum):
@@ -97,7 +98,11 @@ class Domain:
         """Told once per epoch, by any thread, that a communicator failed: (epoch, reason)."""
         self.on_collective: Callable[[], None] | None = None
         """Told by the caller's thread when a collective has been launched (fault injection)."""
+        self.on_given_up: Callable[[int, str], None] = lambda epoch, reason: None
+        """Told, by any thread, of collectives that had to be given up: (their epoch, what it was)."""
         self._lock = threading.RLock()
+        self._left = threading.Condition(self._lock)
+        self._patience = max(10, min(_GIVEN_UP, int(rebuild / _ROUND)))
         self._training_thread = threading.get_ident()
         self._resting = threading.Event()
         self._resting.set()
@@ -150,7 +155,7 @@ class Domain:
 
         Sockets are shut again and again meanwhile, since a group that is being connected opens new
         ones; a training thread that computes is waited for. A collective that does not end though
-        its sockets were shut :data:`_GIVEN_UP` times is one that gloo has lost.
+        its sockets were shut :data:`_GIVEN_UP` times is one that gloo has lost: it is given up.
         """
         if not self.overtake(epoch, reason):
             return
@@ -163,9 +168,33 @@ class Domain:
                     return
                 self._free()
                 rounds += 1
-                stuck = list(self._pending) if rounds >= _GIVEN_UP else []
-            for pending in stuck:
-                pending.give_up()
+                stuck = list(self._pending) if rounds >= self._patience else []
+            self._abandon(stuck, rounds)
+
+    def _abandon(self, stuck: Sequence[Pending], rounds: int) -> None:
+        given = [pending for pending in stuck if pending.give_up()]
+        if given:
+            many = "1 collective" if len(given) == 1 else f"{len(given)} collectives"
+            self.on_given_up(
+                given[0].epoch,
+                f"{many} did not end though its sockets were shut {rounds} times: given up",
+            )
+
+    def _drain(self) -> None:
+        """Wait until no collective is under way on any thread, or give up what does not end.
+
+        Training thread, at rest, before insides are dropped: to let one go waits for what is under
+        way in it, and what gloo has lost ends only with its time-out.
+        """
+        for _ in range(self._patience):
+            with self._left:
+                if not self._pending:
+                    return
+                self._free()
+                self._left.wait(_ROUND)
+        with self._lock:
+            stuck = list(self._pending)
+        self._abandon(stuck, self._patience)
 
     def enter(self, pending: Pending | None = None) -> None:
         """A collective was launched. Training thread, and autograd's."""
@@ -175,6 +204,11 @@ class Domain:
             if pending is not None:
                 self._pending.add(pending)
 
+    def expect(self, pending: Pending) -> None:
+        """Somebody begins to wait for a collective that was entered before. Any thread."""
+        with self._lock:
+            self._pending.add(pending)
+
     def leave(self, epoch: int, pending: Pending | None = None) -> None:
         """A collective of ``epoch`` has ended. Any thread."""
         with self._lock:
@@ -182,10 +216,18 @@ class Domain:
                 self.outstanding -= 1
             if pending is not None:
                 self._pending.discard(pending)
+                self._left.notify_all()
 
     def rest(self) -> None:
-        """The training thread has left every collective."""
-        self._resting.set()
+        """The training thread has left every collective of an epoch that is over.
+
+        In a living epoch this says nothing: the thread enters its next collective when it likes, and
+        whoever frees it must not think that it stands still. (Once the first report said so for the
+        whole first epoch, and an operation that gloo lost in it was never given up.)
+        """
+        with self._lock:
+            if self.mode is not Mode.LIVE:
+                self._resting.set()
 
     def check(self) -> None:
         """A boundary: raises :class:`AttemptBroken` where the worker is broken."""
@@ -282,6 +324,7 @@ class Domain:
         """
         with self._lock:
             self._free()  # a group is never dropped with its sockets open
+        self._drain()
         for handle in list(self.handles.values()):
             handle.drop()
         try:
@@ -324,6 +367,7 @@ class Domain:
                 self.reason = "the worker leaves"
             self._free()
         self.rest()
+        self._drain()
         for handle in list(self.handles.values()):
             handle.drop()
 

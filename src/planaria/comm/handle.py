@@ -201,7 +201,8 @@ class RebuildableGroup(dist.ProcessGroup):
             inner_future = work.get_future()
         except RuntimeError:  # "Work::getFuture not implemented."
             domain.enter()
-            made: HandleWork = WaitedWork(domain, outputs, work, epoch)
+            pending = Pending(domain, outputs=outputs, stuck=self._lose)
+            made: HandleWork = WaitedWork(domain, pending, work)
         else:
             pending = Pending(domain, outputs=outputs, stuck=self._lose, arrived=arrived)
             domain.enter(pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -72,12 +73,12 @@ class Pending:
         *,
         outputs: list[torch.Tensor],
         stuck: Callable[[], None],
-        arrived: Callable[[], None] | None,
+        arrived: Callable[[], None] | None = None,
     ) -> None:
         """``stuck`` is told when it is given up; ``arrived`` brings the result into ``outputs``."""
         self.future: Future[Any] = Future()
         self._domain = domain
-        self._epoch = domain.epoch
+        self.epoch = domain.epoch
         self._outputs = outputs
         self._stuck = stuck
         self._arrived = arrived
@@ -88,25 +89,41 @@ class Pending:
         """The inner operation has ended. On gloo's own thread, which must never hold the last
         reference to an inner group: nothing here holds any.
         """
+        self.end(done.value)
+
+    def end(self, result: Callable[[], Any]) -> None:
+        """It has ended, or will within ``result``, which raises where it has failed."""
+        failed = ""  # words: the error itself would keep the operation alive, by its traceback
+        try:
+            result()
+        except Exception as error:
+            failed = f"{type(error).__name__}: {first_line(error)}"
         if not self._first():
             return
         try:
-            done.value()
-            if self._arrived is not None:
+            if not failed and self._arrived is not None:
                 with torch.no_grad():
                     self._arrived()
         except Exception as error:
-            self._domain.fail(self._epoch, f"{type(error).__name__}: {first_line(error)}")
+            failed = f"{type(error).__name__}: {first_line(error)}"
+        try:
+            if failed:
+                self._domain.fail(self.epoch, failed)
         finally:  # whatever fails here, the training thread must not wait for ever
-            self._domain.leave(self._epoch, self)
+            self._domain.leave(self.epoch, self)
             self.future.set_result(self._outputs)
 
-    def give_up(self) -> None:
-        """Nobody will end it: whoever waits goes on, with whatever is in the buffers. Any thread."""
-        if self._first():
-            self._stuck()
-            self._domain.leave(self._epoch, self)
-            self.future.set_result(self._outputs)
+    def give_up(self) -> bool:
+        """Nobody will end it: whoever waits goes on, with whatever is in the buffers. Any thread.
+
+        False where it has ended meanwhile.
+        """
+        if not self._first():
+            return False
+        self._stuck()
+        self._domain.leave(self.epoch, self)
+        self.future.set_result(self._outputs)
+        return True
 
     def _first(self) -> bool:
         with self._lock:
@@ -115,25 +132,29 @@ class Pending:
 
 
 class WaitedWork(HandleWork):
-    """For inner works without a future, which end only in ``wait``: gloo's send and recv."""
+    """For inner works without a future, which end only in ``wait``: gloo's send and recv.
 
-    def __init__(self, domain: Domain, outputs: list[torch.Tensor], work: Any, epoch: int) -> None:
-        super().__init__(domain, Future())
-        self._outputs = outputs
+    Another thread stands in that ``wait``, since nobody can be called out of it: gloo may lose these
+    operations, too, and the one who waits for them here must be free to go on. One that nobody waits
+    for, as a broken schedule leaves them, is not missed.
+    """
+
+    def __init__(self, domain: Domain, pending: Pending, work: Any) -> None:
+        super().__init__(domain, pending.future)
+        self._pending = pending
         self._work = work
-        self._epoch = epoch
 
     def _finish(self) -> None:
         work, self._work = self._work, None
-        if work is None:
-            self._future.wait()
-            return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._domain.fail(self._epoch, f"{type(error).__name__}: {first_line(error)}")
-        self._domain.leave(self._epoch)
-        self._future.set_result(self._outputs)
+        if work is not None:
+            self._domain.expect(self._pending)
+            # Without a time-out of its own it would have the one of the group's constructor, which
+            # is short, for the sake of rebuilds: a stage that waits for a slow one would fail.
+            wait = functools.partial(work.wait, timedelta(seconds=self._domain.timeout))
+            threading.Thread(
+                target=self._pending.end, args=(wait,), name="planaria-wait", daemon=True
+            ).start()
+        self._future.wait()
 
     def get_future(self) -> Future[Any]:
         self._finish()

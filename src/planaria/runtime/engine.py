@@ -100,6 +100,8 @@ class Engine:
             rebuild=self.limits.rebuild,
         )
         self.domain.on_failure = self._on_failure
+        # Of an epoch that is over, so that it is written down and nothing follows from it.
+        self.domain.on_given_up = self._on_failure
         self.recovery = Recovery(self)
         self.writing = Writing(self)
         self._listen()

@@ -48,6 +48,10 @@ class Ready(Message, frozen=True):
     """The script has reached ``planaria.join``: imports are done, the worker is warm."""
 
 
+PEER_GONE = 5
+"""Exit code of a worker of a script that does not join, where it ended because a peer had."""
+
+
 class Joinless(Message, frozen=True):
     """The script called ``init_process_group`` without joining: restarted if lost, not swapped."""
 

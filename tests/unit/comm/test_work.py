@@ -25,12 +25,14 @@ class Unshut(GlooTransport):
         return 0
 
 
-def two_domains(*, timeout: float) -> tuple[list[Domain], list[RebuildableGroup]]:
+def two_domains(
+    *, timeout: float, rebuild: float = 20.0
+) -> tuple[list[Domain], list[RebuildableGroup]]:
     """Two ranks in this process, with a group that stands."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("newest", "1")
     domains = [
-        Domain(Unshut(), PolledKeyValue(server.port), timeout=timeout, rebuild=20.0)
+        Domain(Unshut(), PolledKeyValue(server.port), timeout=timeout, rebuild=rebuild)
         for _ in range(2)
     ]
     groups = [
@@ -74,6 +76,86 @@ def test_an_operation_that_gloo_has_lost_is_given_up() -> None:
     assert value.shape == (3,)
     domains[0].lost.clear()
     groups[1].drop()
+
+
+def test_who_reported_in_a_living_epoch_does_not_stand_still() -> None:
+    """The first plan builds no new groups: after the report that came before it, training goes on
+    over the same ones, and what gloo loses there must be given up, too.
+    """
+    domains, groups = two_domains(timeout=30.0, rebuild=0.5)
+    told: list[tuple[int, str]] = []
+    domains[0].on_given_up = lambda epoch, reason: told.append((epoch, reason))
+    domains[0].rest()
+    work = groups[0].allreduce([torch.ones(3)])  # the peer never takes part
+    freeing = threading.Thread(
+        target=domains[0].supersede, args=(2, "a peer was lost"), daemon=True
+    )
+    freeing.start()
+    begun = time.monotonic()
+    with pytest.raises(AttemptBroken, match=r"^attempt given up: a peer was lost$"):
+        work.wait()
+    assert time.monotonic() - begun < 15.0  # half of what gloo would take
+    domains[0].rest()
+    freeing.join(20.0)
+    groups[0].drop()
+    line = "1 collective did not end though its sockets were shut 10 times: given up"
+    assert told == [(1, line)]
+    groups[1].drop()  # its sockets go, and so the operation ends
+    domains[0].lost.clear()
+
+
+def test_a_receive_that_gloo_has_lost_is_given_up_too() -> None:
+    """Such works have no future and end only in ``wait``, of which nobody can be called out."""
+    domains, groups = two_domains(timeout=30.0, rebuild=0.5)
+    received = groups[0].recv([torch.ones(3)], 1, 0)
+    forgotten = groups[0].recv([torch.ones(3)], 1, 1)  # nobody waits for it
+    threading.Thread(target=domains[0].supersede, args=(2, "a peer was lost"), daemon=True).start()
+    begun = time.monotonic()
+    with pytest.raises(AttemptBroken, match=r"^attempt given up: a peer was lost$"):
+        received.wait()
+    assert received.is_completed()
+    assert not forgotten.is_completed()
+    domains[0].rest()
+    domains[0].close()
+    assert time.monotonic() - begun < 15.0
+    assert len(domains[0].lost) == 1
+    groups[1].drop()
+    domains[0].lost.clear()
+
+
+def test_a_receive_waits_as_long_as_a_collective_may_take() -> None:
+    """Not as long as gloo's constructor may, 0.17 s here: a stage may wait for a slow one."""
+    _, groups = two_domains(timeout=20.0, rebuild=0.5)
+    value = torch.zeros(3)
+    received = groups[1].recv([value], 0, 7)
+
+    def later() -> None:
+        time.sleep(0.6)
+        groups[0].send([torch.arange(3.0)], 1, 7).wait()
+
+    sender = threading.Thread(target=later)
+    sender.start()
+    assert received.wait()
+    sender.join()
+    assert value.tolist() == [0.0, 1.0, 2.0]
+    for group in groups:
+        group.drop()
+
+
+def test_insides_are_not_dropped_under_a_collective_of_another_thread() -> None:
+    """The training thread stands still, so nobody else gives up what a thread beside it waits for."""
+    domains, groups = two_domains(timeout=30.0, rebuild=0.5)
+    inner = groups[0].inner
+    work = groups[0].allreduce([torch.ones(3)])
+    assert domains[0].overtake(2, "a peer was lost")
+    domains[0].rest()
+    begun = time.monotonic()
+    domains[0].close()
+    assert time.monotonic() - begun < 15.0
+    assert work.is_completed()
+    assert domains[0].lost == [inner]
+    groups[1].drop()
+    domains[0].lost.clear()
 
 
 def test_a_reduce_scatter_has_a_future_and_the_right_part() -> None:

@@ -43,6 +43,9 @@ from planaria.runtime.messages import Worker
 STILLBORN = 3
 """Spares in a row that end before they attach, until no more are asked for; our choice."""
 
+FIRST = 1.0
+"""Seconds in which whoever ended first may be told of, where the others end because of it."""
+
 
 class ControlDesk:
     """Implements :class:`.service.Desk` around the membership ``state``."""
@@ -183,7 +186,7 @@ class ControlDesk:
         del self.crowd.sessions[worker]
         self.watch.detach(worker)
         if not session.left:
-            self.lose(worker, how="stream", reason=reason)
+            self._ended(worker, how="stream", reason=reason)
 
     def admit_launcher(self, hello: control.LauncherHello, outbox: Outbox) -> None:
         """Let a launcher in, or raise ``JoinError``."""
@@ -291,6 +294,15 @@ class ControlDesk:
         for action in after.actions:
             self._act(action, encoded)
         self._saving.follow(before, state, crowd=self.crowd)
+
+    def _ended(self, worker: Worker, *, how: str, reason: str, code: int | None = None) -> None:
+        """``worker`` has ended. Where the script does not join, all end as soon as one has, and are
+        heard of in any order: who went only because a peer had is not the one to name.
+        """
+        if self.state.joinless and code in (None, messages.PEER_GONE):
+            self._chores.later(FIRST, lambda: self.lose(worker, how=how, reason=reason))
+        else:
+            self.lose(worker, how=how, reason=reason)
 
     def lose(self, worker: Worker, *, how: str, reason: str) -> None:
         """``worker`` is gone or hung; nothing happens where that is known."""
@@ -408,7 +420,7 @@ class ControlDesk:
         if session is not None and session.left:
             return
         if worker in self.state.members:
-            self.lose(worker, how="pidfd", reason=message.description)
+            self._ended(worker, how="pidfd", reason=message.description, code=message.code)
         elif worker not in self.state.fenced and self.state.phase != "ended":
             self._never_attached(worker, message.description)
 

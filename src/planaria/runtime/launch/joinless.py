@@ -20,7 +20,7 @@ from planaria.errors import UserError
 from planaria.runtime.control import protocol as control
 from planaria.runtime.control.caller import Caller
 from planaria.runtime.launch.screen import TRACEBACK_MARK
-from planaria.runtime.messages import Joinless
+from planaria.runtime.messages import PEER_GONE, Joinless
 
 if TYPE_CHECKING:
     from planaria.runtime.launch.worker import WorkerContext
@@ -31,9 +31,6 @@ ADVICE = (
     "running step"
 )
 """Said once, by rank 0."""
-
-_BROKEN = 1
-"""Exit code of a worker whose peers are gone."""
 
 
 def install(context: WorkerContext) -> None:
@@ -124,7 +121,7 @@ def _give_up(epoch: int, reason: str) -> None:
     del epoch
     sys.stderr.write(f"{TRACEBACK_MARK}a peer is gone, so this worker ends: {reason}\n")
     sys.stderr.flush()
-    os._exit(_BROKEN)
+    os._exit(PEER_GONE)
 
 
 def _stand_by(context: WorkerContext) -> None:
