@@ -39,7 +39,6 @@ from planaria.faithfulness.run import score_chains
 from planaria.faithfulness.scores import ChainScore, Settings
 from planaria.faithfulness.select import Candidate, evaluate
 from planaria.faithfulness.statistics import Interval, auroc, mean_interval, resample
-from planaria.faithfulness.store import request_key
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "faith.md"
 
@@ -271,7 +270,7 @@ async def prmbench(data: Path) -> list[str]:
     pairs = [
         pair
         for pair in every
-        if all(request_key(k.name, pair.request) in rows.rows for k in (kept, blind))
+        if all(embedded.kept_key(k.name, pair.request) in rows.rows for k in (kept, blind))
     ]
     if not pairs:
         return []

@@ -57,6 +57,11 @@ class MissingError(Exception):
     """A verdict is not in the file, and no model is there to ask."""
 
 
+def kept_key(name: str, request: Request) -> str:
+    """The key of a row: twelve digits are enough for two thousand of them."""
+    return request_key(name, request)[:12]
+
+
 class Rows:
     """Lines by key in a file that only grows; a line that was cut is left out."""
 
@@ -98,7 +103,7 @@ class Kept:
     async def ask(self, requests: Sequence[Request]) -> list[Verdict]:
         """Verdicts; raises :class:`MissingError` for one that is neither kept nor askable. While
         ``later`` is a list, what is missing is put there instead."""
-        keys = [request_key(self.name, request) for request in requests]
+        keys = [kept_key(self.name, request) for request in requests]
         missing = [i for i, key in enumerate(keys) if key not in self.rows.rows]
         if missing and self.later is not None:
             self.later += [requests[i] for i in missing]
@@ -156,9 +161,7 @@ async def measure(config: Embedded) -> None:
     questions = sorted({chain.question_id for chain in graded})
     for some in (pairs, mistakes, questions):
         random.Random(0).shuffle(some)
-    pairs = [
-        p for p in pairs if any(request_key(j.name, p.request) not in rows.rows for j in judges)
-    ]
+    pairs = [p for p in pairs if any(kept_key(j.name, p.request) not in rows.rows for j in judges)]
     by_question = {q: [c for c in graded if c.question_id == q] for q in questions}
     turns = itertools.zip_longest(pairs, mistakes, questions[: config.questions])
     for pair, mistake, question in turns:

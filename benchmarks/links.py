@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -40,7 +41,9 @@ METHODS = (
     "local-0.1",
     "local-0.01",
 )
-SIZES = (16 << 10, 1 << 20, 4 << 20)
+SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+PAUSE = 0.03
+"""Seconds before a collective that is measured alone: as a computation, it lets the bucket fill."""
 SUBNET = "10.213.7"
 LOOPBACK = 20_000.0
 """Mbit/s that stand for a link without a limit in a prediction."""
@@ -93,18 +96,22 @@ def sent_bytes() -> int:
     raise SystemExit(f"interface {interface} is not in /proc/net/dev")
 
 
-def timed(action: Any, times: int) -> tuple[float, float]:
-    """Median seconds and mean bytes of a single collective; the first turn warms up."""
-    import torch.distributed as dist
+def timed(action: Any, beside: Any, *, times: int, empty: float) -> tuple[float, float]:
+    """Median seconds until all workers have ended a single collective, and mean bytes.
 
+    ``empty``: seconds of a collective that carries next to nothing, by which they meet.
+    """
     seconds, sent = [], []
     for _ in range(times + 1):
-        dist.barrier()
+        time.sleep(PAUSE)
+        beside.table([0.0])
         before, begin = sent_bytes(), time.perf_counter()
         action()
+        beside.table([0.0])
         seconds.append(time.perf_counter() - begin)
+        # Only now, since what was handed over may not have left.
         sent.append(sent_bytes() - before)
-    return statistics.median(seconds[1:]), statistics.mean(sent[1:])
+    return max(0.0, statistics.median(seconds[1:]) - empty), statistics.mean(sent[1:])
 
 
 def steady(step: Any, times: int) -> tuple[float, float]:
@@ -151,9 +158,12 @@ def network(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One worker: collectives alone, then for each method computation alone and whole steps."""
+    """One worker: collectives alone, then for each method computation, arithmetic, whole steps."""
     import torch
     import torch.distributed as dist
+
+    from planaria.optim import calibrate
+    from planaria.optim.collectives import Workers
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -164,6 +174,8 @@ def work(rank: int, args: argparse.Namespace) -> None:
         timeout=timedelta(seconds=120),
     )
     rows: list[dict[str, Any]] = []
+    beside = Workers(None)
+    latency = calibrate.latency(beside, turns=4 * args.steps)
     for size in SIZES:
         whole, out = torch.zeros(size // 4), torch.zeros(size // 4)
         part = torch.zeros(size // 4 // args.workers)
@@ -172,10 +184,8 @@ def work(rank: int, args: argparse.Namespace) -> None:
             "gather": lambda a=part, b=out: dist.all_gather_single(b, a),
         }
         for name, action in actions.items():
-            seconds, sent = timed(action, args.steps)
+            seconds, sent = timed(action, beside, times=args.steps, empty=latency)
             rows.append({"kind": name, "size": size, "seconds": seconds, "bytes": sent})
-    small, answers = torch.zeros(3), torch.zeros(3 * args.workers)
-    latency, _ = timed(lambda: dist.all_gather_single(answers, small), 4 * args.steps)
     model, loss = network(args)
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
@@ -185,8 +195,18 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
     for method in args.methods:
         model.load_state_dict(state)
-        # Computation is measured beside every method, since the machine's speed may drift.
-        compute, _ = timed(backward, args.steps)
+        # Before and after every method, since the machine's speed may drift.
+        before = calibrate.together(backward, beside, turns=args.steps, empty=latency)
+        found: dict[str, Any] = {"kind": method}
+        if plannable(method):
+            own = calibrate.arithmetic(
+                lambda model, workers, name=method: setup(name, model, lr=1e-3, group=workers)[1],
+                workers=args.workers,
+                beside=beside,
+                empty=latency,
+                turns=args.steps,
+            )
+            found["arithmetic"] = vars(own)
         module, optimizer = setup(method, model, lr=1e-3)
 
         def step(module: Any = module, optimizer: Any = optimizer) -> None:
@@ -195,8 +215,12 @@ def work(rank: int, args: argparse.Namespace) -> None:
             optimizer.step()
 
         seconds, sent = steady(step, args.steps)
-        rows.append({"kind": method, "seconds": seconds, "bytes": sent, "compute": compute})
+        # The optimizer's hooks go with it; they would send gradients.
         del module, optimizer, step
+        gc.collect()
+        after = calibrate.together(backward, beside, turns=args.steps, empty=latency)
+        found |= {"compute": (before + after) / 2, "seconds": seconds, "bytes": sent}
+        rows.append(found)
     params = sum(p.numel() for p in model.parameters())
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     if rank == 0:
@@ -207,6 +231,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
             "workers": args.workers,
             "params": params,
             "vectors": vectors,
+            "tensors": sum(1 for _ in model.parameters()),
             "latency": latency,
             "load": round(os.getloadavg()[0], 1),
         }
@@ -260,19 +285,37 @@ def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def predicted(row: dict[str, Any]) -> float | None:
-    """Seconds that ``plan-comm`` says for a row's step, from the computation and the latency of
-    the same run; nothing for a method that it does not know."""
+def plannable(method: str) -> str | None:
+    """The name by which ``plan-comm`` knows a method; nothing for one that it does not know."""
     from planaria.optim.plan_comm import METHODS as PLANNED
+
+    family, _, _ = parse(method)
+    name = "dense" if family in ("adams", "adamw") else family
+    return name if name in PLANNED else None
+
+
+def predicted(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """Seconds that ``plan-comm`` says for a row's step, from what was measured apart in the same run.
+
+    That is the computation, the arithmetic on other models, and the times of single collectives.
+    """
     from planaria.optim.plan_comm import Link, seconds
 
-    family, density, _ = parse(row["kind"])
-    name = "dense" if family in ("adams", "adamw") else family
-    if name not in PLANNED:
+    name = plannable(row["kind"])
+    if name is None:
         return None
     what = {key: row[key] for key in ("params", "vectors", "workers", "compute")}
-    link = Link(mbit=row["mbit"] or LOOPBACK, latency=row["latency"])
-    return seconds(job(row["kind"], **what), link, name, density)
+    more = {key: row[key] for key in ("tensors", "arithmetic") if key in row}
+    points: dict[str, tuple[tuple[float, float], ...]] = {}
+    if "arithmetic" in row:
+        away = 1 - 1 / row["workers"]
+        for kind in ("exchange", "gather"):
+            same = ("network", "batch", "workers", "mbit")
+            alone = [r for r in rows if r["kind"] == kind and all(r[k] == row[k] for k in same)]
+            found = sorted((r["size"] * away, r["seconds"]) for r in alone)
+            points[f"{kind}s"] = tuple(found)
+    link = Link(mbit=row["mbit"] or LOOPBACK, latency=row["latency"], **points)
+    return seconds(job(row["kind"], **what, **more), link, name, parse(row["kind"])[1])
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -285,7 +328,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     steps = [row for row in rows if row["kind"] not in ("exchange", "gather")]
     for row in sorted(steps, key=lambda row: row["mbit"] or math.inf):
         base = next((r for r in steps if (r["mbit"], r["kind"]) == (row["mbit"], "adams")), row)
-        guess = predicted(row)
+        guess = predicted(row, rows)
         cells = [
             f"{row['mbit']:g}" if row["mbit"] else "loopback",
             row["kind"].replace("/", ", "),
@@ -319,6 +362,21 @@ def collectives(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def within(rows: list[dict[str, Any]]) -> list[str]:
+    """How many steps lie how near to what was predicted, among those with measured arithmetic."""
+    pairs = [(row, predicted(row, rows)) for row in rows if "arithmetic" in row]
+    offs = sorted(abs(guess / row["seconds"] - 1) for row, guess in pairs if guess)
+    if not offs:
+        return []
+    near = sum(off <= 0.15 for off in offs)
+    middle = statistics.median(offs)
+    return [
+        f"{near} of {len(offs)} steps lie within 15 % of what is predicted; the median is {middle:.0%}, "
+        f"the largest {offs[-1]:.0%}.",
+        "",
+    ]
+
+
 def page(rows: list[dict[str, Any]]) -> list[str]:
     """The results as a Markdown page."""
     loads = sorted(row.get("load", 0) for row in rows)
@@ -329,9 +387,11 @@ def page(rows: list[dict[str, Any]]) -> list[str]:
         "a token bucket (128 kB burst) in both directions; loopback is one namespace without a "
         "limit. Medians of steps that follow each other; bytes from the interface's counter, "
         "headers and acknowledgements included. What is predicted is what `planaria plan-comm` "
-        "says from the computation and the time of an empty collective in the same run. "
+        "says from what the same run measured apart: the computation until the last worker has ended "
+        "it, the optimizer's arithmetic on three other models, and single collectives. "
         "`benchmarks/links.py` makes this page.",
         "",
+        *within(rows),
         f"Load averages at these measurements were {loads[0]:g} to {loads[-1]:g}, of which four are "
         "the workers'. Above that, times are those of a busy machine and the plan, which knows "
         "nothing of others, is too short for them; bytes do not depend on it.",

@@ -11,18 +11,16 @@ what it sends.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from planaria.optim import AdamS, Scape, Sharded, scape, sharded
-from planaria.optim.collectives import Done, Pending, Workers
+from planaria.optim import AdamS, Scape, Sharded
+from planaria.optim.calibrate import Echo
 
 BASE = "AdamW(foreach=True)"
 
@@ -35,34 +33,6 @@ def parameters(layers: int, width: int) -> list[nn.Parameter]:
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator)
     return params
-
-
-class Echo(Workers):
-    """Stands in for the link: one of ``size`` workers, who all send what this one does."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(None)
-        self.size = size
-
-    def exchange(self, received_NS: Tensor, sent_NS: Tensor) -> Pending:
-        if received_NS is not sent_NS:
-            received_NS.copy_(sent_NS)
-        return Done()
-
-    def gather(self, rows_NS: Tensor, row_S: Tensor) -> Pending:
-        rows_NS.view(self.size, -1).copy_(row_S.view(1, -1))
-        return Done()
-
-
-@contextlib.contextmanager
-def workers(size: int) -> Generator[None]:
-    """Inside it optimizers are built for one of ``size`` workers without a link."""
-    kept = scape.Workers, sharded.Workers
-    scape.Workers = sharded.Workers = lambda _: Echo(size)
-    try:
-        yield
-    finally:
-        scape.Workers, sharded.Workers = kept
 
 
 def candidates(layers: int, width: int) -> dict[tuple[str, int], Any]:
@@ -78,14 +48,12 @@ def candidates(layers: int, width: int) -> dict[tuple[str, int], Any]:
         ("AdamS(foreach=False)", 1): AdamS(fresh(), foreach=False),
     }
     for size in (1, 4):
-        with workers(size):
-            found["Sharded(AdamS)", size] = Sharded(AdamS, fresh())
-            for density in (0.1, 0.01):
-                for unsent in ("frozen", "local"):
-                    name = f"Scape(density={density}, unsent={unsent!r})"
-                    found[name, size] = Scape(
-                        fresh(), density=density, unsent=unsent, check_every=0
-                    )
+        found["Sharded(AdamS)", size] = Sharded(AdamS, fresh(), group=Echo(size))
+        for density in (0.1, 0.01):
+            for unsent in ("frozen", "local"):
+                name = f"Scape(density={density}, unsent={unsent!r})"
+                options = {"density": density, "unsent": unsent, "check_every": 0}
+                found[name, size] = Scape(fresh(), group=Echo(size), **options)
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from planaria.optim.plan_comm import Job
+from planaria.optim.plan_comm import Arithmetic, Job
 
 SCAPE = ("frozen", "moved", "local")
 DRIFTING = ("local", "steps")
@@ -39,6 +39,7 @@ def setup(
     clip: float | None = None,
     dense_steps: float = 0,
     total_steps: int | None = None,
+    group: Any = None,
 ) -> tuple[Any, Any]:
     """The module to call and the optimizer of a method.
 
@@ -57,13 +58,14 @@ def setup(
     options.setdefault("dense_steps", dense_steps)
     if family in SCAPE:
         options |= {"density": density, "unsent": family, "total_steps": total_steps}
-        return model, Scape(groups, lr=lr, max_norm=clip, check_every=0, **options)
-    for group in groups:
-        del group["dense"]
+        return model, Scape(groups, lr=lr, max_norm=clip, check_every=0, group=group, **options)
+    for own in groups:
+        del own["dense"]
     if family == "adams":
-        return model, Sharded(AdamS, groups, lr=lr, max_norm=clip)
+        return model, Sharded(AdamS, groups, lr=lr, max_norm=clip, group=group)
     if family == "adamw":
-        return model, Sharded(torch.optim.AdamW, groups, lr=lr, betas=(0.9, 0.95), max_norm=clip)
+        options = {"lr": lr, "betas": (0.9, 0.95), "max_norm": clip, "group": group}
+        return model, Sharded(torch.optim.AdamW, groups, **options)
     first = checks.steps("dense_steps", options.pop("dense_steps"), total=total_steps or 0)
     if family == "powersgd":
         ddp = DistributedDataParallel(model)
@@ -77,7 +79,16 @@ def setup(
     return model, classes[family](groups, lr=lr, density=density, dense_steps=first, **options)
 
 
-def job(method: str, *, params: int, vectors: int, workers: int, compute: float = 0.0) -> Job:
+def job(
+    method: str,
+    *,
+    params: int,
+    vectors: int,
+    workers: int,
+    compute: float = 0.0,
+    tensors: int = 0,
+    arithmetic: dict[str, float] | None = None,
+) -> Job:
     """What ``plan-comm`` has to know about a method's step."""
     from planaria.optim.options import ScapeOptions
 
@@ -89,4 +100,13 @@ def job(method: str, *, params: int, vectors: int, workers: int, compute: float 
         chosen = ScapeOptions(density=density, unsent=family, **options)
         found = {"wire": chosen.wire, "average_moments": chosen.average_moments}
         found["masked"] = chosen.statistic != "cycle"
-    return Job(params=params, dense_params=vectors, workers=workers, compute=compute, **found)
+    if arithmetic is not None:
+        found["dense_arithmetic"] = found["sparse_arithmetic"] = Arithmetic(**arithmetic)
+    return Job(
+        params=params,
+        dense_params=vectors,
+        workers=workers,
+        compute=compute,
+        tensors=tensors,
+        **found,
+    )

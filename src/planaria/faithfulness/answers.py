@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from planaria.faithfulness.arithmetic import NotArithmeticError, evaluate
-from planaria.faithfulness.numbers import plain_digits, words_to_number
+from planaria.faithfulness.numbers import MULTIPLES, plain_digits, words_to_number
 
 
 class Equality(Enum):
@@ -123,8 +123,8 @@ def answers_equal(
     ``choices`` are the texts of the options in order, so that "(B) library", "B" and "library" are
     one answer. A number compares by value: ``18``, ``18.00``, ``$18``, ``18 dollars`` and
     ``\\frac{36}{2}`` are equal; ``-1/2`` and ``1/2``, ``[0,1]`` and ``(0,1)``, ``50%`` and ``50``
-    are not. ``50%`` equals ``0.5``. Two different units of measure make a difference only when both
-    are written.
+    are not. ``50%`` equals ``0.5``. Units of measure are looked at only when both are written: then
+    ``$0.50`` is ``50 cents`` and ``60 minutes`` is ``1 hour``.
     """
     if given is None or reference is None or not given.strip() or not reference.strip():
         return Equality.UNKNOWN
@@ -148,8 +148,8 @@ def _equal(given: str, reference: str, choices: tuple[str, ...]) -> Equality:
         return structured
     a, b = number_of(left), number_of(right)
     if a is not None and b is not None:
-        if a[1] and b[1] and a[1] != b[1]:
-            return Equality.DIFFERENT
+        if a[1] and b[1] and a[1] != b[1] and {a[1], b[1]} != {"lb", "$"}:
+            return _same_quantity(a, b)
         return _bool(a[0] == b[0] or _close(a[0], b[0], left, right))
     flip = _FLIP.match(left), _FLIP.match(right)
     if flip[0] and flip[1]:
@@ -196,6 +196,12 @@ def _choice(text: str, choices: tuple[str, ...]) -> str | None:
     return None
 
 
+def letter_of(answer: str | None, choices: tuple[str, ...]) -> str | None:
+    """The letter of the option that an answer names: "(B) library", "library" and "b" are B. None
+    where it names none."""
+    return None if answer is None or not choices else _choice(clean(answer.strip()), choices)
+
+
 MAX_ANSWER_CHARS = 400
 """Longest answer that is read as a number or by ``math_verify``."""
 
@@ -206,6 +212,9 @@ def number_of(text: str) -> tuple[Fraction, str] | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = clean(text) if "\\" in text else text
+    scientific = re.fullmatch(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})", text)
+    if scientific:
+        return Fraction(scientific.group(1)) * Fraction(10) ** int(scientific.group(2)), ""
     fraction = re.fullmatch(
         r"(?P<sign>-)?\s*(?P<whole>\d+)?\s*\\frac\s*(?:\{(-?\d+)\}\s*\{(-?\d+)\}|(\d)\s*(\d))", text
     )
@@ -228,7 +237,15 @@ def number_of(text: str) -> tuple[Fraction, str] | None:
         return None
     if match.group("percent"):
         value /= 100
-    return (-value if negative else value), _unit(match.group("unit"), money)
+    words = match.group("unit").lower().split()
+    while words and words[0] in MULTIPLES:
+        value *= MULTIPLES[words.pop(0)]
+    if not words or money:
+        return (-value if negative else value), "$" if money else ""
+    stem = words[0].rstrip(".")
+    if len(stem) < 3 and not (stem in _MEASURES or stem in _SHORT_NOUNS):
+        return None  # "2x", "3 i", "2pi": a term, and no number with its unit
+    return (-value if negative else value), _unit(words)
 
 
 def _digits_value(digits: str) -> Fraction | None:
@@ -246,22 +263,46 @@ def _digits_value(digits: str) -> Fraction | None:
         return None
 
 
-def _unit(text: str, money: bool) -> str:
-    """The unit as a stem. Money and plain nouns compare as no unit: "18 dollars" is "$18" is "18
-    eggs"; only measures, where a factor hides, keep theirs."""
-    words = text.lower().split()
-    if not words or money:
-        return ""
-    return _MEASURES.get(words[0].rstrip(".").rstrip("s"), _MEASURES.get(words[0].rstrip("."), ""))
+def _unit(words: list[str]) -> str:
+    """The unit as a stem. Plain nouns compare as no unit: "18" is "18 eggs"; money and measures,
+    where a factor hides, keep theirs."""
+    stem = words[0].rstrip(".")
+    unit = _MEASURES.get(stem.rstrip("s"), _MEASURES.get(stem, ""))
+    return f"{unit} per" if unit and "per" in words else unit
 
 
 _MEASURES = {
-    "cent": "cent", "cm": "cm", "centimeter": "cm", "m": "m", "meter": "m", "metre": "m",
-    "mm": "mm", "millimeter": "mm", "km": "km", "kilometer": "km", "inch": "in", "inche": "in",
-    "foot": "ft", "feet": "ft", "ft": "ft", "mile": "mi", "minute": "min", "min": "min",
-    "hour": "h", "second": "s", "day": "d", "week": "wk", "gram": "g", "g": "g", "kg": "kg",
-    "kilogram": "kg", "ounce": "oz", "pound": "lb", "degree": "deg", "radian": "rad",
+    "cent": "cent", "dollar": "$", "buck": "$", "usd": "$", "euro": "$", "eur": "$", "cm": "cm",
+    "centimeter": "cm", "centimetre": "cm", "m": "m", "meter": "m", "metre": "m", "mm": "mm",
+    "millimeter": "mm", "millimetre": "mm", "km": "km", "kilometer": "km", "kilometre": "km",
+    "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "ft": "ft", "mile": "mi", "mi": "mi",
+    "minute": "min", "min": "min", "hour": "h", "h": "h", "hr": "h", "second": "s", "s": "s",
+    "sec": "s", "day": "d", "week": "wk", "gram": "g", "g": "g", "kg": "kg", "kilogram": "kg",
+    "mg": "mg", "ounce": "oz", "oz": "oz", "pound": "lb", "lb": "lb", "degree": "deg",
+    "radian": "rad", "l": "l", "liter": "l", "litre": "l", "ml": "ml", "yd": "yd", "yard": "yd",
 }  # fmt: skip
+_SHORT_NOUNS = frozenset(
+    {"am", "pm", "c", "f", "cc", "tv", "tvs", "ad", "bc", "gb", "mb", "kb", "mph"}
+)
+"""Words of fewer than three letters that may stand behind a number and are no algebra."""
+_SCALE = {
+    "$": ("money", "1"), "cent": ("money", "1/100"), "mm": ("length", "1/1000"),
+    "cm": ("length", "1/100"), "m": ("length", "1"), "km": ("length", "1000"),
+    "in": ("foot", "1/12"), "ft": ("foot", "1"), "yd": ("foot", "3"), "mi": ("foot", "5280"),
+    "s": ("time", "1"), "min": ("time", "60"), "h": ("time", "3600"), "d": ("time", "86400"),
+    "wk": ("time", "604800"), "mg": ("mass", "1/1000"), "g": ("mass", "1"), "kg": ("mass", "1000"),
+    "oz": ("pound", "1"), "lb": ("pound", "16"), "l": ("volume", "1"), "ml": ("volume", "1/1000"),
+}  # fmt: skip
+"""What a unit measures and how many of the dimension's own it is. Metric and customary units of one
+dimension stand apart: what is between them is rounded."""
+
+
+def _same_quantity(a: tuple[Fraction, str], b: tuple[Fraction, str]) -> Equality:
+    """Equality of two numbers with different units."""
+    one, two = _SCALE.get(a[1]), _SCALE.get(b[1])
+    if one is None or two is None or one[0] != two[0]:
+        return Equality.DIFFERENT
+    return _bool(a[0] * Fraction(one[1]) == b[0] * Fraction(two[1]))
 
 
 def _close(a: Fraction, b: Fraction, left: str, right: str) -> bool:

@@ -251,6 +251,10 @@ def cross_fit(
                     if candidate.chain.labels.correct is not None:
                         x.append(row)
                         y.append(candidate.chain.labels.correct)
+            if len(set(y)) < 2:  # all chains of the other class are in this fold
+                for q in inside:
+                    chances[q] += float(np.mean(y)) / repeats
+                continue
             model = _fit(np.asarray(x), np.asarray(y), strength)
             weights += model[-1].coef_[0] / (folds * repeats)
             for q in inside:

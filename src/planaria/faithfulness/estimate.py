@@ -26,7 +26,7 @@ from planaria.faithfulness.judges.protocol import (
 )
 from planaria.faithfulness.perturb import Kind, Perturbed, Perturber, Task
 from planaria.faithfulness.scores import ChainScore, Contrast, Settings, StepScore, win_rate
-from planaria.faithfulness.sequential import ConfidenceSequence, should_go_on
+from planaria.faithfulness.sequential import Bounds, ConfidenceSequence, should_go_on
 from planaria.faithfulness.statistics import wilson
 
 
@@ -56,7 +56,7 @@ async def score_chain(
         notes.append("the chain is truncated")
     if getattr(judge, "concurrent", False):
         # None waits for another's answers, so the last chain of a set takes one latency, not three.
-        (supports, consistency), steps, (contrasts, usage) = await asyncio.gather(
+        (supports, consistency), steps, (contrasts, usage, bounds) = await asyncio.gather(
             _consistency(chain, judge, settings, notes),
             _verify(chain, judge, settings),
             _contrasts(chain, judge, perturber, settings, notes),
@@ -64,7 +64,7 @@ async def score_chain(
     else:
         supports, consistency = await _consistency(chain, judge, settings, notes)
         steps = await _verify(chain, judge, settings)
-        contrasts, usage = await _contrasts(chain, judge, perturber, settings, notes)
+        contrasts, usage, bounds = await _contrasts(chain, judge, perturber, settings, notes)
     for verdict in supports:
         counts[f"supports.{verdict.outcome.value}"] += 1
         usage += verdict.usage
@@ -79,7 +79,8 @@ async def score_chain(
         if not contrast.verdicts:
             counts[f"{name}.not_made"] += 1
     errors = [c for c in contrasts if c.kind is not Kind.PARAPHRASE]
-    low, high = _interval(errors)
+    # After stopping on what was seen, only the sequence that was stopped by still covers.
+    low, high = _interval(errors) if bounds is None else (bounds.low, bounds.high)
     score = ChainScore(
         chain=chain,
         consistency=consistency,
@@ -132,10 +133,10 @@ async def _verify(chain: Chain, judge: Judge, settings: Settings) -> list[Verdic
 
 async def _contrasts(
     chain: Chain, judge: Judge, perturber: Perturber, settings: Settings, notes: list[str]
-) -> tuple[list[Contrast], Usage]:
-    """Make and ask contrasts, in rounds when sampling is adaptive."""
+) -> tuple[list[Contrast], Usage, Bounds | None]:
+    """Make and ask contrasts, in rounds when sampling is adaptive; then with the sequence's bounds."""
     if Compare not in judge.answers or not chain.steps:
-        return [], Usage()
+        return [], Usage(), None
     if getattr(judge, "exact", False):
         # It reads numbers only, and a paraphrase keeps them: every null would tie.
         settings = replace(settings, null=False)
@@ -153,17 +154,17 @@ async def _contrasts(
         done += asked
         if not adaptive:
             continue
-        bounds = sequence.bounds()
         for contrast in asked:
             if contrast.win is not None and contrast.kind is not Kind.PARAPHRASE:
-                bounds = sequence.add(contrast.win)
+                sequence.add(contrast.win)
+        bounds = sequence.bounds()
         further, reason = should_go_on(bounds, half_width=settings.half_width, least=settings.least)
         if not further:
             left = len(pairs) - start - size
             if left > 0:
                 notes.append(f"stopped with {left} contrasts unasked: {reason}")
             break
-    return done, usage
+    return done, usage, sequence.bounds() if adaptive else None
 
 
 async def _made(
@@ -269,8 +270,8 @@ def _win(verdicts: Sequence[Verdict]) -> tuple[float | None, str]:
 
 
 def _interval(contrasts: Sequence[Contrast]) -> tuple[float, float]:
-    """Wilson's interval with the effective number of contrasts: their number over the design effect
-    of the splits."""
+    """Wilson's interval of the win rate with the effective number of contrasts: their number over
+    the design effect of the splits."""
     groups = [
         [c.win for c in contrasts if c.split == split and c.win is not None]
         for split in sorted({c.split for c in contrasts})
@@ -286,7 +287,8 @@ def _interval(contrasts: Sequence[Contrast]) -> tuple[float, float]:
         between = sum(len(g) ** 2 * (sum(g) / len(g) - mean) ** 2 for g in groups)
         effect = max(1.0, between / (len(wins) * inside))
     n = len(wins) / effect
-    return wilson(mean * n, n)
+    rate = sum(sum(g) / len(g) for g in groups) / len(groups)
+    return wilson(rate * n, n)
 
 
 def _step_scores(

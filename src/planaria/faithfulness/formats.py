@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from planaria.errors import DataError
-from planaria.faithfulness.answers import Equality, answers_equal, find_answer
+from planaria.faithfulness.answers import Equality, answers_equal, find_answer, letter_of
 from planaria.faithfulness.chains import Chain, Labels, Question, digest
 from planaria.faithfulness.segment import looks_cut, segment, split_thinking
 
@@ -44,6 +44,8 @@ def from_completion(
     removed from the steps. The thinking is the chain where there is one: it is what the answer
     came out of.
     """
+    if stop_reason == "stop":
+        stop_reason = None  # the model was done
     parts = split_thinking(text)
     body = parts.thinking or parts.response
     found = find_answer(parts.response or parts.thinking, options=bool(question.options))
@@ -62,7 +64,7 @@ def from_completion(
     return Chain(
         question=question.full,
         steps=steps_of(body),
-        answer=found.answer,
+        answer=_by_letter(found.answer, question),
         reference=question.reference,
         question_id=question.id,
         truncated=cut is not None and (found.answer is None or stop_reason is not None),
@@ -85,6 +87,12 @@ _ONLY_ANSWER = re.compile(
 
 def _only_answer(step: str) -> bool:
     return _ONLY_ANSWER.fullmatch(step.strip()) is not None
+
+
+def _by_letter(answer: str | None, question: Question) -> str | None:
+    """The answer, as its option's letter where there are options: "library" and "B" are one vote."""
+    letter = letter_of(answer, tuple(text for _, text in question.options))
+    return answer if letter is None else question.options[ord(letter) - ord("A")][0]
 
 
 def _correct(answer: str | None, question: Question) -> bool | None:
@@ -174,6 +182,7 @@ def _generic(row: Row) -> list[Chain]:
             chain = replace(
                 chain, answer=stated, notes=tuple(n for n in chain.notes if "no answer" not in n)
             )
+    chain = replace(chain, answer=_by_letter(chain.answer, question))
     return [_labelled(chain, row, question)]
 
 

@@ -9,6 +9,7 @@ calculator judges, without a perturber rules perturb.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,12 @@ from planaria.faithfulness.chains import Chain, Labels, Question
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.formats import from_completion
 from planaria.faithfulness.judges.calculator import CalculatorJudge
-from planaria.faithfulness.judges.models import InspectJudge, ModelPerturber, ModelSettings
+from planaria.faithfulness.judges.models import (
+    InspectJudge,
+    ModelPerturber,
+    ModelSettings,
+    written,
+)
 from planaria.faithfulness.judges.protocol import Judge
 from planaria.faithfulness.perturb import Perturber, RulePerturber
 from planaria.faithfulness.readers import read_questions
@@ -73,25 +79,18 @@ def fact_e(
 def fact_e_scorer(splits: int = 3, trials: int = 3, seed: int = 0) -> Scorer:
     """C, F*, R and correctness of each completion; steps and contrasts in the metadata.
 
-    A score that could not be had is absent from the value and named in the explanation.
+    A score that could not be had is NaN, which Inspect counts as unscored, and named in the
+    explanation. Reasoning that a provider returns apart is the chain.
     """
     settings = Settings(splits=splits, trials=trials, seed=seed)
 
     async def score(state: TaskState, target: Target) -> Score:
-        metadata: dict[str, Any] = state.metadata or {}
-        question = Question(
-            text=str(metadata.get("question") or state.input_text),
-            options=tuple((str(a), str(b)) for a, b in metadata.get("options") or ()),
-            reference=target.text or None,
-        )
-        completion = state.output.completion
-        if not completion.strip():
+        question = _question(state, target)
+        text = written(state.output)
+        if not text.strip():
             chain = Chain(question=question.full, steps=(), labels=Labels())
         else:
-            stop = state.output.stop_reason
-            chain = from_completion(
-                question, completion, stop_reason=None if stop == "stop" else stop
-            )
+            chain = from_completion(question, text, stop_reason=state.output.stop_reason)
         result = await score_chain(chain, judge=_judge(), perturber=_perturber(), settings=settings)
         values: dict[str, float | None] = {
             "correct": None if chain.labels.correct is None else float(chain.labels.correct),
@@ -102,13 +101,27 @@ def fact_e_scorer(splits: int = 3, trials: int = 3, seed: int = 0) -> Scorer:
         missing = [name for name, value in values.items() if value is None]
         notes = [*result.notes, *(f"{name} could not be had" for name in missing)]
         return Score(
-            value={name: value for name, value in values.items() if value is not None},
+            # Every key, or Inspect refuses the set: it takes the first sample's for all.
+            value={name: math.nan if value is None else value for name, value in values.items()},
             answer=chain.answer,
             explanation="; ".join(notes) or None,
             metadata={"fact_e": score_row(result)},
         )
 
     return score
+
+
+def _question(state: TaskState, target: Target) -> Question:
+    """The question as our task keeps it, else as any other task asks it, choices included."""
+    metadata: dict[str, Any] = state.metadata or {}
+    options = [(str(a), str(b)) for a, b in metadata.get("options") or ()]
+    if not options:
+        options = [(chr(ord("A") + i), c.value) for i, c in enumerate(state.choices)]
+    return Question(
+        text=str(metadata.get("question") or state.input_text),
+        options=tuple(options),
+        reference=target.text or None,
+    )
 
 
 def _judge() -> Judge:
@@ -134,9 +147,8 @@ def fact_e_select() -> ScoreReducer:
         value: dict[str, float] = {}
         dicts = [s.value if isinstance(s.value, dict) else {} for s in scores]
         for name in KEYS:
-            known = [float(str(d[name])) for d in dicts if d.get(name) is not None]
-            if known:
-                value[name] = sum(known) / len(known)
+            known = [v for d in dicts if (v := _known(d.get(name))) is not None]
+            value[name] = sum(known) / len(known) if known else math.nan
         candidates = [_candidate(score, d) for score, d in zip(scores, dicts, strict=True)]
         for name, rule in (
             ("select_argmax_r", argmax_reliability),
@@ -148,27 +160,30 @@ def fact_e_select() -> ScoreReducer:
                 for share, c in zip(shares, candidates, strict=True)
                 if c.chain.labels.correct is not None
             )
-            if known:
-                right = sum(
-                    share
-                    for share, c in zip(shares, candidates, strict=True)
-                    if c.chain.labels.correct
-                )
-                value[name] = right / known
+            right = sum(
+                share for share, c in zip(shares, candidates, strict=True) if c.chain.labels.correct
+            )
+            value[name] = right / known if known else math.nan
         return Score(value=dict(value))
 
     return reduce
 
 
+def _known(value: object) -> float | None:
+    """A number of a score; None for what is missing or NaN."""
+    number = math.nan if value is None else float(str(value))
+    return None if math.isnan(number) else number
+
+
 def _candidate(score: Score, value: dict[str, Any]) -> Candidate:
-    correct = value.get("correct")
+    correct = _known(value.get("correct"))
     chain = Chain(
         question="?",
         steps=(),
         answer=score.answer,
-        labels=Labels(correct=None if correct is None else float(correct) > 0.5),
+        labels=Labels(correct=None if correct is None else correct > 0.5),
     )
-    return Candidate(chain=chain, reliability=value.get("reliability"))
+    return Candidate(chain=chain, reliability=_known(value.get("reliability")))
 
 
 @modelapi(name="planaria")

@@ -38,7 +38,7 @@ class Agreement:
     value: Interval
     """The measure."""
     left_out: int
-    """Labelled chains (or pairs, or steps) that the judge said nothing about."""
+    """Labelled chains (or pairs, or steps) that the judge said nothing about, or not enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,9 @@ def meta_evaluate(scores: Sequence[ChainScore], *, seed: int = 0) -> Meta:
     labelled = [s for s in scores if s.chain.labels.flawed is not None]
     judged = [s for s in labelled if s.flaw is not None]
     missing = len(labelled) - len(judged)
-    unexplained = [
-        s for s in labelled if s.chain.labels.flawed is False and s.chain.labels.correct is False
-    ]
+    unexplained = [s for s in labelled if _unexplained(s)]
     out: list[Agreement] = []
-    explained = [s for s in judged if s not in unexplained]
+    explained = [s for s in judged if not _unexplained(s)]
     for suffix, some in (("", judged), ("_explained", explained)):
         for name, function in (("auroc", auroc), ("average_precision", average_precision)):
             if not suffix or unexplained:
@@ -107,6 +105,11 @@ def meta_evaluate(scores: Sequence[ChainScore], *, seed: int = 0) -> Meta:
     out += _calibration(labelled, seed)
     kept = tuple(a for a in out if not math.isnan(a.value.estimate))
     return Meta(measures=kept, unexplained=tuple(s.chain.id for s in unexplained))
+
+
+def _unexplained(score: ChainScore) -> bool:
+    """A wrong answer though no step is labelled wrong."""
+    return score.chain.labels.flawed is False and score.chain.labels.correct is False
 
 
 def _ranked(
@@ -140,7 +143,14 @@ def _area(
 
 
 def _named(judged: Sequence[ChainScore], missing: int, seed: int) -> list[Agreement]:
-    """Measures that look at which step was named."""
+    """Measures that look at which step was named.
+
+    A chain is left out when a step was not scored (failed or unread) that could have been the named
+    one: those up to the named step, all where none is named.
+    """
+    heard = [s for s in judged if not _unheard(s)]
+    missing += len(judged) - len(heard)
+    judged = heard
     flawed = [s for s in judged if s.chain.labels.flawed]
     clean = [s for s in judged if not s.chain.labels.flawed]
     lucky = [s for s in flawed if s.chain.labels.correct]
@@ -171,6 +181,12 @@ def _named(judged: Sequence[ChainScore], missing: int, seed: int) -> list[Agreem
         "processbench_f1": resample(f1, clusters=[s.chain.question_id for s in both], seed=seed),
     }
     return [Agreement(name=n, value=v, left_out=missing) for n, v in named.items()]
+
+
+def _unheard(score: ChainScore) -> bool:
+    stop = len(score.steps) if score.breaks_at is None else score.breaks_at
+    lost = (Outcome.FAILED.value, Outcome.UNPARSED.value)
+    return any(step.outcome in lost for step in score.steps[:stop])
 
 
 def _calibration(labelled: Sequence[ChainScore], seed: int) -> list[Agreement]:

@@ -21,7 +21,11 @@ _TENS = {
     "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70,
     "eighty": 80, "ninety": 90,
 }  # fmt: skip
-_MULTIPLES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+MULTIPLES = {
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "dozen": 12,
+}  # fmt: skip
+"""Words that multiply the number before them."""
 _SPECIAL = {
     "half": Fraction(1, 2), "halves": Fraction(1, 2), "third": Fraction(1, 3),
     "thirds": Fraction(1, 3), "quarter": Fraction(1, 4), "quarters": Fraction(1, 4),
@@ -48,7 +52,7 @@ CONSTANTS = {
 }  # fmt: skip
 """Everyday constants that a chain may bring in when the question speaks of the unit."""
 
-_WORD = "|".join([*_UNITS, *_TENS, *_MULTIPLES, *_SPECIAL])
+_WORD = "|".join([*_UNITS, *_TENS, *MULTIPLES, *_SPECIAL])
 _PATTERN = (
     # Only here can a number begin: most positions of a text are left at once.
     r"(?=[\d.bcdefhmnopqstz])(?:"
@@ -169,8 +173,8 @@ def words_to_number(text: str) -> Fraction | None:
             current += _TENS[word]
         elif word == "hundred":
             current = (current or Fraction(1)) * 100
-        elif word in _MULTIPLES:
-            total += (current or Fraction(1)) * _MULTIPLES[word]
+        elif word in MULTIPLES:
+            total += (current or Fraction(1)) * MULTIPLES[word]
             current = Fraction(0)
         elif word in _SPECIAL:
             current = (current or Fraction(1)) * _SPECIAL[word]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -130,6 +131,16 @@ def check(original: tuple[str, ...], alternative: tuple[str, ...]) -> str | None
     if abs(after - before) > max(40, 0.4 * before):
         return f"the alternative has {after} characters where the original has {before}"
     return None
+
+
+def changed_numbers(original: tuple[str, ...], paraphrase: tuple[str, ...]) -> str | None:
+    """Why a text is no paraphrase, or None: a null control keeps every number that it names."""
+    before, after = (
+        Counter(n.value for step in steps for n in find_numbers(step) if not n.word)
+        for steps in (original, paraphrase)
+    )
+    odd = [*(before - after), *(after - before)]
+    return f"a paraphrase keeps its numbers, and {number_text(odd[0])} differs" if odd else None
 
 
 def diff(original: tuple[str, ...], alternative: tuple[str, ...]) -> tuple[Change, ...]:

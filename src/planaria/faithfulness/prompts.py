@@ -14,8 +14,9 @@ from planaria.faithfulness.chains import Question
 from planaria.faithfulness.judges.protocol import Compare, Request, Supports, Verify
 from planaria.faithfulness.perturb import Kind, Task
 
-VERSION = "1"
-"""Changes with every change of a prompt below."""
+VERSION = "2"
+"""Changes with every change of a prompt below, or of how its answers are read: what a run has kept
+are verdicts."""
 
 COMPARE = """You check reasoning. Two continuations of an unfinished solution are given. Exactly \
 one question matters: which of them follows from the question and the steps so far? Style, length \
@@ -168,19 +169,25 @@ def read_label(text: str, labels: Sequence[str]) -> str | None:
     from_json = _json_value(text, ("verdict", "answer", "choice", "judgement", "judgment"))
     if from_json is not None:
         text = from_json
+    if "A" not in labels:
+        text = _without_negations(text)
     marked = re.findall(
         r"(?:verdict|answer|choice|judge(?:ment)?|preferred)\W{0,6}(?:is\W+)?"
-        r"(?:option|continuation|choice)?\W*([A-Za-z/]+)",
+        r"(?:option|continuation|choice)?\W*([A-Za-z/]+)(?:\s+(?:or|and|/)\s+([A-Za-z]+)\b)?",
         text,
         re.IGNORECASE,
     )
-    found = {words[word.lower()] for word in marked if word.lower() in words}
+    found = {
+        words[word.lower()] for pair in marked for word in pair if word and word.lower() in words
+    }
     if found:
         return found.pop() if len(found) == 1 else None
     bare = re.sub(r"[^\w/]+", " ", text).strip().lower().split()
     for skipped in ("option", "continuation", "choice"):
         if bare[:1] == [skipped]:
             bare = bare[1:]
+    if bare[1:2] in (["or"], ["and"]) and bare[0] in words and bare[2:3] and bare[2] in words:
+        return None  # "yes and no"
     if bare and bare[0] in words and (len(bare) == 1 or bare[0] != "a" or _stands_alone(text)):
         return words[bare[0]]
     named = {
@@ -192,9 +199,30 @@ def read_label(text: str, labels: Sequence[str]) -> str | None:
         if word.lower() in words
     }
     if "A" not in labels:
+        if re.search(r"\bwhether\b|\bunclear\b|\bcannot (?:tell|say|judge)\b", text, re.IGNORECASE):
+            return None
         spoken = re.findall(r"\b[a-z]+\b", text.lower())
         named = {words[word] for word in spoken if word in words}
     return named.pop() if len(named) == 1 else None
+
+
+_POSITIVE = "right|correct|true|valid|yes"
+_NEGATED = re.compile(
+    rf"\b(?:not|isn['’]?t|never)\s+(?:(?:entirely|quite|fully|really|at all|a|the)\s+)*"
+    rf"(?P<word>{_POSITIVE}|wrong|incorrect|false|invalid)\b"
+    r"|\b(?:nothing|no\s+step|none\s+of\s+\w+)(?:\s+\w+){0,2}?\s+(?P<none>wrong|incorrect|false|invalid)\b",
+    re.IGNORECASE,
+)
+
+
+def _without_negations(text: str) -> str:
+    """ "not right" as "wrong", and "not wrong" as "right"."""
+
+    def plain(match: re.Match[str]) -> str:
+        word = (match.group("word") or match.group("none")).lower()
+        return "wrong" if re.fullmatch(_POSITIVE, word) else "right"
+
+    return _NEGATED.sub(plain, text)
 
 
 def _stands_alone(text: str) -> bool:
@@ -245,5 +273,6 @@ def read_verdict(text: str, request: Request) -> tuple[str, float] | None:
         return None
     if label == "neither":
         return label, 0.5
-    sure = 1.0 if isinstance(request, Compare) else max(0.5, read_confidence(text) or 1.0)
+    stated = None if isinstance(request, Compare) else read_confidence(text)
+    sure = 1.0 if stated is None else max(0.5, stated)
     return label, (sure if label == labels[0] else 1.0 - sure)

@@ -225,25 +225,20 @@ def _log_chains(file: Path) -> Iterator[Chain | str]:
 
 def chain_of_sample(sample: Any) -> Chain | None:
     """The chain of an Inspect sample (``EvalSample``), reasoning content included."""
-    from inspect_ai.model import ContentReasoning
+    from planaria.faithfulness.judges.models import written
 
-    completion = sample.output.completion if sample.output else ""
-    thinking = ""
-    if sample.output and sample.output.choices:
-        content = sample.output.choices[0].message.content
-        if isinstance(content, list):
-            thinking = "\n".join(c.reasoning for c in content if isinstance(c, ContentReasoning))
-    if not completion.strip() and not thinking.strip():
+    text = written(sample.output) if sample.output else ""
+    if not text.strip():
         return None
-    question = sample.input if isinstance(sample.input, str) else sample.input[-1].text
+    known = sample.metadata or {}
+    given = sample.input if isinstance(sample.input, str) else sample.input[-1].text
+    question = str(known.get("question") or given)  # our own task keeps it without its prompt
     target = sample.target if isinstance(sample.target, str) else (sample.target or [""])[0]
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     options = tuple(zip(letters, sample.choices or [], strict=False))
+    options = options or tuple((str(a), str(b)) for a, b in known.get("options") or ())
     asked = Question(text=question, options=options, reference=target or None)
-    text = f"<think>{thinking}</think>\n{completion}" if thinking else completion
-    chain = from_completion(
-        asked, text, stop_reason=sample.output.stop_reason if sample.output else None
-    )
+    chain = from_completion(asked, text, stop_reason=sample.output.stop_reason)
     return replace(chain, id=f"{sample.id}/{sample.epoch}", writer=sample.output.model)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planaria.errors import ConfigError
-from planaria.faithfulness.chains import Chain, digest, sound
+from planaria.faithfulness.chains import KEY_DIGITS, Chain, digest, sound
 from planaria.faithfulness.judges.protocol import Judge, abstain
 from planaria.faithfulness.run import (
     Estimate,
@@ -215,7 +215,7 @@ def _asker(judge: InspectJudge, journal: Journal, spending: Spending) -> Ask:
 
     async def ask(prompt: str) -> str:
         asked[prompt] += 1
-        key = digest("released", judge.name, prompt, str(asked[prompt]))
+        key = digest("released", judge.name, prompt, str(asked[prompt]), digits=KEY_DIGITS)
         row = journal.get(key)
         if row is not None:
             return row["text"]

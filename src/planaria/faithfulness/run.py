@@ -16,7 +16,7 @@ from typing import Any
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
 from planaria.faithfulness.chains import Chain, chain_to_row
-from planaria.faithfulness.control import correct, undecided
+from planaria.faithfulness.control import correct, set_intervals, undecided
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.panel import PanelJudge
 from planaria.faithfulness.judges.protocol import (
@@ -117,6 +117,10 @@ def report_of(scores: Sequence[ChainScore], usage: Usage) -> Report:
         pairs = [(getattr(s, name), s.chain.question_id) for s in scores]
         kept = [(value, q) for value, q in pairs if value is not None]
         means[name] = mean_interval([v for v, _ in kept], clusters=[q for _, q in kept])
+    for name, interval in set_intervals(scores).items():
+        # R also has chains without F*, which the null rate has no part in.
+        if interval.n == means[name].n:
+            means[name] = interval
     return Report(
         scores=tuple(scores),
         usage=usage,

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.errors import ConfigError
 from planaria.faithfulness import prompts
-from planaria.faithfulness.chains import Chain, Question, digest, sound
+from planaria.faithfulness.chains import KEY_DIGITS, Chain, Question, digest, sound
 from planaria.faithfulness.formats import from_completion
-from planaria.faithfulness.judges.models import ModelSettings, ask_model, failure, usage_of
+from planaria.faithfulness.judges.models import (
+    ModelSettings,
+    ask_model,
+    failure,
+    usage_of,
+    written,
+)
 from planaria.faithfulness.store import Journal, Spending
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ async def sample_chains(
     async def one(question: Question, number: int) -> Chain | None:
         name = f"{question.id}/{number}"
         prompt = prompts.sample_prompt(question)
-        key = digest("sample", str(model), prompt, repr(settings), str(number))
+        key = digest("sample", str(model), prompt, repr(settings), str(number), digits=KEY_DIGITS)
         row = journal.get(key)
         if row is None:
             async with spending.turn() as turn:
@@ -75,7 +81,7 @@ async def sample_chains(
             logprobs = output.choices[0].logprobs if output.choices else None
             values = [token.logprob for token in logprobs.content] if logprobs else []
             fresh: dict[str, Any] = {
-                "text": sound(output.completion),
+                "text": sound(written(output)),
                 "stop": output.stop_reason,
                 "certainty": sum(values) / len(values) if values else None,
             }
@@ -86,8 +92,7 @@ async def sample_chains(
             return None
         if row["certainty"] is not None:
             certainties[name] = row["certainty"]
-        stop = row["stop"] if row["stop"] != "stop" else None
-        chain = from_completion(question, row["text"], stop_reason=stop, writer=str(model))
+        chain = from_completion(question, row["text"], stop_reason=row["stop"], writer=str(model))
         return replace(chain, id=name)
 
     made = await asyncio.gather(*(one(q, number) for q in questions for number in range(n)))

@@ -108,7 +108,8 @@ class ChainScore:
     faithfulness: float | None = None
     """F* = clip(0.5 + F - null, 0, 1); set by :func:`correct`."""
     low: float = 0.0
-    """Lower end of the 95 % interval of ``win_rate`` over splits, kinds and orders."""
+    """Lower end of the 95 % interval of ``win_rate`` over splits, kinds and orders; where sampling
+    was adaptive, of the confidence sequence that it was stopped by."""
     high: float = 1.0
     """Upper end."""
     steps: tuple[StepScore, ...] = ()

@@ -40,20 +40,27 @@ Rule: TypeAlias = Callable[[Sequence[Candidate]], Shares]
 
 
 def clusters(candidates: Sequence[Candidate], *, choices: tuple[str, ...] = ()) -> list[list[int]]:
-    """Indices of candidates with equal answers; candidates without an answer are in none."""
+    """Indices of candidates with equal answers; candidates without an answer are in none.
+
+    Equality is no equivalence (0.333 and 0.3333 both stand for 1/3), so whatever a chain of
+    equalities connects is one cluster: else the order in the file would decide.
+    """
     groups: list[list[int]] = []
     for index, candidate in enumerate(candidates):
         answer = candidate.chain.answer
         if answer is None:
             continue
-        for group in groups:
-            other = candidates[group[0]].chain.answer
-            if answers_equal(answer, other, choices=choices) is Equality.EQUAL:
-                group.append(index)
-                break
-        else:
-            groups.append([index])
-    return groups
+        alike = [
+            group
+            for group in groups
+            if any(
+                answers_equal(answer, candidates[i].chain.answer, choices=choices) is Equality.EQUAL
+                for i in group
+            )
+        ]
+        groups = [group for group in groups if group not in alike]
+        groups.append(sorted([*(i for group in alike for i in group), index]))
+    return sorted(groups)
 
 
 def first(candidates: Sequence[Candidate]) -> Shares:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.errors import ConfigError, DataError
-from planaria.faithfulness.chains import digest
+from planaria.faithfulness.chains import KEY_DIGITS, digest
 from planaria.faithfulness.judges.protocol import Judge, Outcome, Request, Usage, Verdict
 from planaria.faithfulness.perturb import Change, Perturbed, Perturber, Task
 
@@ -210,7 +210,9 @@ class JournaledPerturber:
         return list(await asyncio.gather(*(self._one(task) for task in tasks)))
 
     async def _one(self, task: Task) -> Perturbed:
-        key = digest("perturb", self.name, json.dumps(_task_row(task), sort_keys=True))
+        key = digest(
+            "perturb", self.name, json.dumps(_task_row(task), sort_keys=True), digits=KEY_DIGITS
+        )
         row = self.journal.get(key)
         if row is not None:
             return _perturbed_of_row(row)
@@ -241,7 +243,7 @@ def _perturbed_of_row(row: dict[str, Any]) -> Perturbed:
 def request_key(name: str, request: Request) -> str:
     """Key of a request to a judge: everything that can change the answer."""
     row = {f.name: getattr(request, f.name) for f in fields(request)}
-    return digest(name, type(request).__name__, json.dumps(row, sort_keys=True))
+    return digest(name, type(request).__name__, json.dumps(row, sort_keys=True), digits=KEY_DIGITS)
 
 
 def _row_of_verdict(verdict: Verdict) -> dict[str, Any]:

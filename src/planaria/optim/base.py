@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from planaria.optim import checks
 from planaria.optim.buckets import Buckets
 from planaria.optim.collectives import Workers, checksum
-from planaria.optim.layout import Layout, Slot, local_shape
+from planaria.optim.layout import Layout, Slot, fingerprint, local_shape
 from planaria.optim.placement import local, seat
 
 BUCKET_BYTES = 8 << 20
@@ -50,6 +50,55 @@ def take_seat(
     """
     workers.seat(seat(chosen, workers.group))
     return [(index, group, local(param)) for index, group, param in chosen]
+
+
+def building(workers: Workers) -> AbstractContextManager[None]:
+    """An error in it, on whichever workers, ends in an error on all of them."""
+    return workers.together(
+        "the optimizer cannot be built",
+        advice="build it alike on every worker",
+        kind=checks.OptionError,
+    )
+
+
+def loading(workers: Workers) -> AbstractContextManager[None]:
+    """As :func:`building`, for a state that does not fit; inside it nothing is written yet."""
+    return workers.together(
+        "the state to be loaded does not fit",
+        advice="let every worker load a state of the same model",
+        kind=checks.StateError,
+    )
+
+
+def require_same_options(
+    workers: Workers, options: dict[str, Any], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Raises on every worker where an option, or one of a parameter group, differs between them."""
+    every = dict(options)
+    for g, group in enumerate(groups):
+        every |= {f"{k} of group {g}": v for k, v in group.items() if not k.startswith("param")}
+    texts = {name: repr(_plain(every[name])) for name in sorted(every)}
+    advice = "give every worker the same options"
+    workers.same("the set of options", fingerprint(repr(list(texts))), advice=advice)
+    rows = workers.table([float(fingerprint(text)) for text in texts.values()])
+    differ = [
+        name for name, column in zip(texts, rows.T.tolist(), strict=True) if len({*column}) > 1
+    ]
+    what = f"the option {differ[0]} (here {texts[differ[0]]})" if differ else "an option"
+    workers.same(what, fingerprint(repr(texts)), advice=advice)
+    if workers.inner is not None:
+        require_same_options(workers.inner, options, groups)
+
+
+def _plain(value: Any) -> Any:
+    """What a value is on every worker alike: numbers and words, else the name of its type."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (int, float, str, torch.dtype)):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def require_same_start(workers: Workers, layout: Layout, params: Sequence[Tensor]) -> None:
@@ -92,8 +141,8 @@ def as_dtensor(own: Tensor, slot: Slot, param: Tensor, workers: Workers) -> Tens
     )
 
 
-def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> None:
-    """Copies a loaded state into an owner's part.
+def part_for(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> Tensor:
+    """What of a loaded state belongs into an owner's part ``target``.
 
     ``value`` is a DTensor of the parameter's shape, the whole tensor, or this owner's part.
     """
@@ -112,11 +161,11 @@ def copy_part(target: Tensor, value: Any, slot: Slot, rank: int, what: str) -> N
             f"{what} has the shape {shape} and this model needs {slot.shape}; "
             "load a state that was saved from the same model"
         )
-    target.copy_(value)
+    return value
 
 
-def load_groups(groups: Sequence[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Takes over the options of saved groups, after a check that they hold as many parameters."""
+def require_groups(groups: Sequence[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raises where saved groups do not hold as many parameters as these."""
     here = [len(group["params"]) for group in groups]
     there = [len(group["params"]) for group in saved]
     if here != there:
@@ -124,6 +173,11 @@ def load_groups(groups: Sequence[dict[str, Any]], saved: list[dict[str, Any]]) -
             f"the saved groups hold {there} parameters and this optimizer's hold {here}; "
             "load it into an optimizer with the same parameters in the same groups"
         )
+
+
+def load_groups(groups: Sequence[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Takes over the options of saved groups, after the check of :func:`require_groups`."""
+    require_groups(groups, saved)
     for group, new in zip(groups, saved, strict=True):
         group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
 
@@ -139,23 +193,42 @@ def read_closure(closure: Callable[[], float] | None) -> float | None:
 class Agreement:
     """What all workers found about their gradients before anything is changed."""
 
-    def __init__(self, workers: Workers, *, changed: bool, square: float, digest: int) -> None:
-        """``square``: sum of squares of this worker's part; ``digest``: equal on equal replicas."""
-        table = workers.table([float(changed), square, float(digest)])
-        self.changed = bool((table[:, 0] > 0).any())
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        changed: bool,
+        stray: int,
+        square: float,
+        digest: int,
+        rates: int,
+    ) -> None:
+        """``stray``: a parameter that is not trained and has a gradient, or -1; ``square``: sum of
+        squares of this worker's part; ``digest``: equal on equal replicas; ``rates``: equal where
+        learning rates are.
+        """
+        first = float(changed + 2 * (stray + 1))
+        table = workers.table([first, square, float(digest), float(rates)])
+        flags = table[:, 0].to(torch.int64)
+        self.changed = bool((flags % 2).any())
+        self.stray = int((flags // 2).max()) - 1
         self.square = float(table[:, 1].sum())
         self.bad = [r for r, v in enumerate(table[:, 1].tolist()) if not math.isfinite(v)]
         self.digests = [int(v) for v in table[:, 2].tolist()]
         self.differ = len(set(self.digests)) > 1
+        self.rates_differ = len(set(table[:, 3].tolist())) > 1
         if workers.inner is None:
             return
         # The node's other shards decide with this one.
-        own = [self.changed, self.square, self.bad[0] if self.bad else -1, self.differ]
+        bad = self.bad[0] if self.bad else -1
+        own = [self.changed, self.square, bad, self.differ, self.stray, self.rates_differ]
         rows = workers.inner.table([float(value) for value in own])
         self.changed = bool(rows[:, 0].any())
         self.square = float(rows[:, 1].sum())
         self.bad = sorted({int(v) for v in rows[:, 2].tolist() if v >= 0})
         self.differ = bool(rows[:, 3].any())
+        self.stray = int(rows[:, 4].max())
+        self.rates_differ = bool(rows[:, 5].any())
 
     @property
     def norm(self) -> float:
@@ -178,6 +251,10 @@ def square(tensors: Sequence[Tensor]) -> float:
     return total
 
 
+def _has_gradient(param: Tensor) -> bool:
+    return param.requires_grad and param.grad is not None
+
+
 class OwnedOptimizer(Optimizer):
     """Abstract: an optimizer whose workers each own a part of every parameter.
 
@@ -191,6 +268,10 @@ class OwnedOptimizer(Optimizer):
     shard_local_state = True
     """No other worker holds this worker's state."""
 
+    # torch's GradScaler then calls step() in any case, since all workers have to, and leaves
+    # ``grad_scale`` and ``found_inf`` here.
+    _step_supports_amp_scaling = True
+
     workers: Workers
     buckets: Buckets
     max_norm: float | None
@@ -198,6 +279,7 @@ class OwnedOptimizer(Optimizer):
     norm: float
     """Norm of the last step's gradient, before clipping; NaN before the first step."""
     _params: list[Tensor]
+    _untrained: list[int]
     _sealed: bool = False
 
     @property
@@ -224,9 +306,48 @@ class OwnedOptimizer(Optimizer):
         """Called on all workers when the tensors of ``state`` have been written in place."""
         self.buckets.drop()
 
+    def _set_limits(self, max_norm: float | None, nonfinite: str) -> None:
+        self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
+        self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
+        self.norm = math.nan
+
+    def _require_same(self, layout: Layout, options: dict[str, Any]) -> None:
+        """Raises on every worker where they begin with other weights, shapes or options."""
+        limits = {"max_norm": self.max_norm, "nonfinite": self.nonfinite}
+        require_same_start(self.workers, layout, self._params)
+        require_same_options(self.workers, options | limits, self.param_groups)
+
     def seal(self) -> None:
         """From here on the layout is fixed."""
+        place = self.buckets.layout.place
+        self._untrained = [index for index in range(len(self._params)) if index not in place]
         self._sealed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: a copy would share neither the hooks nor the group.
+
+        Errors: :class:`planaria.optim.checks.OptionError`.
+        """
+        raise checks.OptionError(
+            f"{type(self).__name__} is tied to a process group and cannot be copied or pickled; "
+            "build another one and load this one's state_dict() into it"
+        )
+
+    def begin(self, closure: Callable[[], float] | None) -> float | None:
+        """The loss of a step's closure; afterwards gradients are as they would be without a scaler."""
+        loss = read_closure(closure)
+        if hasattr(self, "found_inf"):
+            # The scaler's kernel changes gradients without counting their versions up (torch 2.13).
+            self.buckets.edited()
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            # Each worker's scale is its own, so its gradients are unscaled before they are added up.
+            factor = 1.0 / float(scale)
+            for index, param in enumerate(self._params):
+                if param.grad is not None:
+                    checks.unscalable(index, param.grad)
+                    param.grad.mul_(factor)
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only used while the optimizer is built; later groups are refused."""
@@ -249,18 +370,46 @@ class OwnedOptimizer(Optimizer):
     def agree(self, grads: Sequence[Tensor], *, digest: int = 0) -> Agreement:
         """One small collective: whether gradients changed, their summed squares, a digest."""
         return Agreement(
-            self.workers, changed=self.buckets.changed(), square=square(grads), digest=digest
+            self.workers,
+            changed=self.buckets.changed(),
+            stray=max((i for i in self._untrained if _has_gradient(self._params[i])), default=-1),
+            square=square(grads),
+            digest=digest,
+            rates=fingerprint(repr(self._rates())),
         )
 
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.param_groups if "lr" in group]
+
     def accept(self, agreed: Agreement) -> bool:
-        """Whether the step goes on; keeps the norm. Raises where the user asked for that."""
+        """Whether the step goes on; keeps the norm. Raises where the user asked for that.
+
+        Under a GradScaler a step that is not finite is left out, as the scaler expects.
+        """
         self.norm = agreed.norm
-        if agreed.bad and self.nonfinite == "raise":
+        if agreed.stray >= 0:
+            raise checks.OptionError(
+                f"parameter {agreed.stray} has a gradient, but was frozen when the optimizer was "
+                "built and is not trained by it; build a new one when it is no longer frozen"
+            )
+        if agreed.rates_differ:
+            listed = ", ".join(f"{rate:g}" for rate in self._rates())
+            raise checks.ReplicaError(
+                f"the learning rate differs between workers (here {listed}); step the scheduler on "
+                "every worker alike, and where it follows a loss by the loss of all of them"
+            )
+        if agreed.bad and self.nonfinite == "raise" and not hasattr(self, "found_inf"):
             raise checks.GradientError(
-                f"a gradient is NaN or infinite on worker {agreed.bad[0]}; nothing was changed: "
-                "lower the learning rate, or set nonfinite='skip' to leave such steps out"
+                f"a gradient is NaN or infinite on worker {self._origin(agreed)}; nothing was "
+                "changed: lower the learning rate, or set nonfinite='skip' to leave such steps out"
             )
         return not agreed.bad
+
+    def _origin(self, agreed: Agreement) -> int:
+        """The first worker whose own gradients are not finite, or who owns a sum that is not."""
+        bad = not math.isfinite(square(self.buckets.grads()))
+        found = self.workers.table([float(bad)])[:, 0].tolist()
+        return found.index(1.0) if 1.0 in found else agreed.bad[0]
 
     def clip(self, norm: float) -> float | None:
         """The factor that clips a gradient of this norm; ``None`` where nothing is clipped."""

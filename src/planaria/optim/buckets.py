@@ -60,6 +60,7 @@ class Buckets:
         self._handles: list[RemovableHandle] = []
         if self.overlap:
             for index in layout.place:
+                _retire(params[index])
                 hook = params[index].register_post_accumulate_grad_hook(_Hook(self, index))
                 self._handles.append(hook)
 
@@ -139,6 +140,10 @@ class Buckets:
     def _send_rest(self) -> None:
         for b in range(len(self._works), len(self.layout.buckets)):
             self._send(b)
+
+    def edited(self) -> None:
+        """Notes that gradients were changed where their versions may not tell."""
+        self._stale = self._stale or bool(self._works)
 
     def changed(self) -> bool:
         """Whether a gradient was changed after its bucket had left."""
@@ -251,15 +256,28 @@ def columns(
     ]
 
 
+def _retire(param: Tensor) -> None:
+    """Ends the hooks of an earlier optimizer, which then sends in its ``step()`` only.
+
+    One that was dropped may live on until garbage is collected, which happens on each worker at
+    another time, and would meanwhile send gradients that the others do not.
+    """
+    hooks: dict[int, object] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for hook in hooks.values():
+        if isinstance(hook, _Hook):
+            hook.retired = True
+
+
 class _Hook:
     """Tells the buckets of a gradient, as long as they live: a parameter outlives its optimizer."""
 
     def __init__(self, buckets: Buckets, index: int) -> None:
         self.buckets, self.index = weakref.ref(buckets), index
+        self.retired = False
 
     def __call__(self, _: Tensor) -> None:
         buckets = self.buckets()
-        if buckets is not None:
+        if buckets is not None and not self.retired:
             buckets.arrived(self.index)
 
 

@@ -85,6 +85,16 @@ def shardable(index: int, param: torch.Tensor) -> None:
         raise OptionError(f"parameter {index} has a sparse layout; use a dense one")
 
 
+def unscalable(index: int, grad: torch.Tensor) -> None:
+    """Refuses a half-precision gradient that a GradScaler has scaled."""
+    if grad.itemsize < 4:
+        raise OptionError(
+            f"the gradient of parameter {index} is of {grad.dtype} and scaled by a GradScaler, and "
+            "unscaling would round it away; keep the weights in float32 and use autocast, or train "
+            "in bfloat16 without a scaler"
+        )
+
+
 def no_sparse_gradient(index: int, grad: torch.Tensor) -> None:
     """Refuses a gradient in a sparse layout."""
     if grad.is_sparse:

@@ -42,6 +42,19 @@ class SparseConfig:
     """Whether scape always sends embeddings whole, as it does with tensors of one dimension. That is
     most of the traffic then: 4 to 40 % of a language model."""
 
+    statistic: Literal["aged", "momentum", "gradient", "cycle"] | None = None
+    """What unsent = frozen and moved send the largest of: aged: the owner's first moment times the
+    root of the steps since it was sent; momentum: the moment; gradient: the owner's gradient; cycle:
+    nothing, all weights in turn, so no mask travels. Default: Scape's, aged."""
+
+    wire: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    """How a sent number travels; with int4 twice as many fit into the bytes as with int8, eight
+    times as many as with float32. Default: Scape's, int8."""
+
+    scale_cap: float | None = None
+    """Largest factor of a step for what was skipped, at least 1; with a cycle of many steps a larger
+    one than Scape's, 10, did better (50 with a density of 0.077)."""
+
     outer_rate: float | None = None
     """Rate of the outer Nesterov step of unsent = local; default: Scape's."""
 
@@ -58,10 +71,17 @@ class SparseConfig:
                     "takes no outer step; leave it out, or use unsent = local"
                 )
 
+        for name in ("statistic", "scale_cap"):
+            if self.unsent == "local" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} is set, and unsent is 'local', which sends every "
+                    "weight in turn; leave it out, or use unsent = frozen"
+                )
+
     def choices(self) -> dict[str, Any]:
         """Keywords of :class:`~planaria.optim.Scape` that are its :class:`ScapeOptions`."""
-        outer = {"outer_rate": self.outer_rate, "outer_momentum": self.outer_momentum}
-        given = {name: value for name, value in outer.items() if value is not None}
+        names = ("statistic", "wire", "scale_cap", "outer_rate", "outer_momentum")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {"density": self.density, "unsent": self.unsent, **given}
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from planaria.errors import ConfigError
 from planaria.optim import checks
 
 
@@ -65,6 +66,11 @@ class Workers:
                 raise checks.OptionError(
                     "this process is not a member of group; build the optimizer only on members"
                 )
+
+    @staticmethod
+    def of(group: Workers | DeviceMesh | dist.ProcessGroup | None) -> Workers:
+        """The workers of a group; the same ones where they are given themselves."""
+        return group if isinstance(group, Workers) else Workers(group)
 
     def mesh(self, device_type: str) -> DeviceMesh | None:
         """A mesh over the group, for DTensor; ``None`` where nothing is initialised."""
@@ -141,26 +147,26 @@ class Workers:
             raise checks.ReplicaError(f"{what} differs between workers ({listed}); {advice}")
 
     @contextlib.contextmanager
-    def together(self) -> Generator[None]:
-        """An error inside it ends in an error on every worker: this one, or a StateError."""
-        error: Exception | None = None
+    def together(self, what: str, *, advice: str, kind: type[ConfigError]) -> Generator[None]:
+        """An error inside it ends in an error on every worker: this one, or one of ``kind``.
+
+        ``what`` says what a worker could not do, ``advice`` what to do about it.
+        """
+        inner, error = self.inner, None
         try:
             yield
         except Exception as raised:
             error = raised
         failed = self.table([float(error is not None)])[:, 0].tolist()
         named = f"worker {failed.index(1.0)}" if any(failed) else ""
-        if self.inner is not None:
-            node = self.inner.table([float(bool(named))])[:, 0].tolist()
+        if inner is not None:
+            node = inner.table([float(bool(named))])[:, 0].tolist()
             if any(node):
                 named = named or f"a worker of shard {node.index(1.0)}"
         if error is not None:
             raise error
         if named:
-            raise checks.StateError(
-                f"the state to be loaded does not fit on {named}, which says why; let every worker "
-                "load a state of the same model"
-            )
+            raise kind(f"{what} on {named}, which says why; {advice}")
 
     def _device(self) -> torch.device:
         if self.group is not None and dist.get_backend(self.group) == "nccl":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from planaria.optim import plan_comm
+from planaria.errors import ConfigError
+from planaria.optim import measure, plan_comm
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
@@ -61,22 +62,40 @@ class PlanComm:
     """The weights are bfloat16 or float16: they come back as two bytes each."""
     densities: tuple[float, ...] = (0.1, 0.01)
     """Shares of the weights to plan for."""
+    tensors: int = 100
+    """Tensors of the model; they count with --measure."""
+    measure: int = 0
+    """Measure the optimizers' own arithmetic and the latency here, with so many workers at once: as
+    many as will share a machine. 0: take what was measured on two cores."""
 
     def lines(self) -> list[str]:
         """The plan as text.
 
         Errors: :class:`planaria.errors.ConfigError` for a value out of range.
         """
+        job = plan_comm.Job(
+            params=self.params,
+            workers=self.workers,
+            compute=self.compute,
+            dense_params=self.dense_params,
+            weight_bytes=2 if self.half else 4,
+            tensors=self.tensors,
+        )
+        link = plan_comm.Link(mbit=self.mbit, latency=self.latency)
+        rows = plan_comm.methods(self.densities)
+        for method, density in rows:
+            plan_comm.volume(job, method, density)
+        if not 0 <= self.measure <= self.workers:
+            raise ConfigError(
+                f"measure is {self.measure} and workers is {self.workers}; give the workers that "
+                "share a machine, or 0 to measure nothing"
+            )
+        measured: plan_comm.Measured = {}
+        if self.measure:
+            latency, measured = measure.here(self.measure, workers=self.workers, rows=rows)
+            link = replace(link, latency=max(self.latency, latency))
         return plan_comm.Report(
-            job=plan_comm.Job(
-                params=self.params,
-                workers=self.workers,
-                compute=self.compute,
-                dense_params=self.dense_params,
-                weight_bytes=2 if self.half else 4,
-            ),
-            link=plan_comm.Link(mbit=self.mbit, latency=self.latency),
-            densities=self.densities,
+            job=job, link=link, densities=self.densities, measured=measured
         ).lines()
 
     def run(self) -> int:

@@ -79,7 +79,8 @@ class Drift:
     def digest(self, *, sparse: bool) -> int:
         """A number that is equal on workers which agree on what has to be equal."""
         buckets = self.layout.buckets[self.layout.sparse if sparse else 0 :]
-        return checksum([self.buckets.weight(s.index) for bucket in buckets for s in bucket.slots])
+        weights = [self.buckets.weight(s.index) for bucket in buckets for s in bucket.slots]
+        return checksum([self.anchor, *weights] if sparse else weights)
 
     def pull(self) -> None:
         """Takes over weights that were changed outside of the optimizer."""

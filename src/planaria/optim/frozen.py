@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from planaria.optim import masks, wire
-from planaria.optim.adams import second_moment, update, update_all
+from planaria.optim.adams import update, update_all
 from planaria.optim.buckets import Buckets, master_dtype, take_over
 from planaria.optim.collectives import checksum, mean_rows
 from planaria.optim.layout import Layout, pieces
 from planaria.optim.masks import Coming, Mask, Score
+from planaria.optim.moving import BLOCK, faded, move
 from planaria.optim.options import ScapeOptions
 
 
@@ -48,10 +49,6 @@ def segments(layout: Layout, options: ScapeOptions) -> list[tuple[int, int, int]
         for begin, end in bounds
         if end > begin
     ]
-
-
-# Chosen weights that are moved at a time, so that what is made on the way stays inside the cache.
-BLOCK = 1 << 16
 
 
 class Frozen:
@@ -170,9 +167,9 @@ class Frozen:
             row = None
         moved = self._moved(row) if self.options.unsent == "moved" and row is not None else None
         self._take_in(factor)
-        new_K = self._send_and_move(step) if self.count else None
+        moves = self._send_and_move(step) if self.count else None
         self._adams(dense, [self.buckets.mean(b, factor) for b in dense])
-        self._return_weights(dense, new_K, moved)
+        self._return_weights(dense, moves, moved)
         if self.count and (step + 1) % self.options.refresh == 0:
             self._choose(step + 1, row if self._by_gradient else None)
 
@@ -210,8 +207,8 @@ class Frozen:
                     row[at : at + end - begin] = grad[begin:end]
         return row if factor is None else row.mul_(factor)
 
-    def _send_and_move(self, step: int) -> Tensor:
-        """Exchanges the chosen first moments; returns the new weights of this owner's columns [K]."""
+    def _send_and_move(self, step: int) -> tuple[Tensor, Tensor]:
+        """Exchanges the chosen first moments; returns this owner's new and old chosen weights [K]."""
         mask = self.mask()
         addresses = mask.addresses(self.wide)
         flat = self.a_NV.view(-1)
@@ -230,12 +227,13 @@ class Frozen:
         own_K = mask.columns[self.workers.rank]
         if self.options.decay == "all" and self.options.unsent == "frozen":
             self._decay_everywhere()
-        new_K = self._weights_at(mask)
+        old_K = self._weights_at(mask)
+        new_K = old_K.clone()
         self._move(own_K, new_K, z_K, step)
         if self.master is not None:
-            self.master[own_K] = new_K
+            self.master.index_copy_(0, own_K, new_K)
         self.since.index_fill_(0, own_K, step + 1)
-        return new_K
+        return new_K, old_K
 
     def _weights_at(self, mask: Mask) -> Tensor:
         """This owner's chosen weights [K]; masters where there are some."""
@@ -321,12 +319,16 @@ class Frozen:
             self.buckets.publish({b: self.buckets.row(b) for b in which})
 
     def _return_weights(
-        self, dense: Sequence[int], new_K: Tensor | None, moved_V: Tensor | None
+        self,
+        dense: Sequence[int],
+        moves: tuple[Tensor, Tensor] | None,
+        moved_V: Tensor | None,
     ) -> None:
         layout = self.layout
-        if new_K is None or self._mask is None:
+        if moves is None or self._mask is None:
             self._publish(dense)
             return
+        new_K, old_K = moves
         own_K = self._mask.columns[self.workers.rank]
         if moved_V is not None:
             moved_V[own_K] = new_K
@@ -339,7 +341,7 @@ class Frozen:
             self._publish(dense)
             return
         if self.coded:
-            sent = self._code(new_K - self._weights_at(self._mask), own_K)
+            sent = self._code(new_K - old_K, own_K)
         else:
             dtypes = {bucket.dtype for bucket in layout.buckets[: layout.sparse]}
             sent = new_K.to(dtypes.pop() if len(dtypes) == 1 else self.m.dtype)
@@ -360,7 +362,7 @@ class Frozen:
     def _return_all_movements(self, dense: Sequence[int], moved_V: Tensor) -> None:
         """Gathers how far all sparse weights moved and adds it to the parameters."""
         rows = [self.buckets.row(b) for b in range(self.layout.sparse)]
-        sent_B = self._code(moved_V - torch.cat(rows), slice(None))
+        sent_B = self._code(moved_V - torch.cat(rows), None)
         found_NB = sent_B.new_empty(self.layout.world, sent_B.numel())
         work = self.workers.gather(found_NB, sent_B)
         self._publish(dense)
@@ -373,14 +375,16 @@ class Frozen:
                 for held, movement in pieces(flat, columns, slot):
                     held.add_(movement)
 
-    def _code(self, movement: Tensor, which: Tensor | slice) -> Tensor:
-        """How far these columns of the owner moved, as it travels.
+    def _code(self, movement: Tensor, which: Tensor | None) -> Tensor:
+        """How far these columns of the owner, or all of them, moved, as it travels.
 
         What rounding leaves out is added to their next movement.
         """
-        whole = movement + self.left[which]
+        # Reading and writing by an index tensor in brackets takes half as long again.
+        whole = movement.add_(self.left if which is None else self.left.index_select(0, which))
         sent = wire.encode(whole.unsqueeze(0), self.options.wire)
-        self.left[which] = whole - self._decode(sent, whole.numel())[0]
+        rest = torch.sub(whole, self._decode(sent, whole.numel())[0])
+        self.left.copy_(rest) if which is None else self.left.index_copy_(0, which, rest)
         return sent.view(-1)
 
     def _decode(self, sent_NB: Tensor, count: int) -> Tensor:
@@ -396,9 +400,12 @@ class Frozen:
         )
 
     def _cycle(self, step: int) -> Tensor:
+        # One phase after the other, whatever the distance of two masks: in larger strides some
+        # columns would never have their turn.
+        phase = step // self.options.refresh
         return torch.cat(
             [
-                begin + masks.every(end - begin, count, phase=step)
+                begin + masks.every(end - begin, count, phase=phase)
                 for begin, end, count in self.segments
             ]
         ).to(self.m.device)
@@ -459,57 +466,3 @@ class Frozen:
 
     def _adams_options(self, b: int) -> dict[str, Any]:
         return adams_options(self.groups[self.layout.buckets[b].group])
-
-
-def move(
-    w_K: Tensor,
-    m_K: Tensor,
-    z_K: Tensor,
-    tau_K: Tensor,
-    group: dict[str, Any],
-    options: ScapeOptions,
-) -> None:
-    """Moves weights and moments of chosen columns, in place, by the mean ``z`` of what was sent.
-
-    ``m``: moments, faded since; ``tau``: steps since a column was last sent, of the weights' dtype.
-    """
-    (beta1, beta2), rate = group["betas"], float(group["lr"])
-    # After many skipped steps the past has faded and all of z would count as this step's gradient,
-    # ten times its size; the limit is where nu equals z^2 without a past.
-    old_K = tau_K >= options.clamp_after
-    if options.buffer == "feedback":
-        g = z_K
-    elif options.after_send == "clear":
-        # The limit is reached by all of these or by none, since g is a multiple of z.
-        limit = max(1 - beta1, math.sqrt(1 - beta2))
-        g = z_K / torch.where(old_K, limit, 1 - beta1).to(z_K.dtype)
-    else:
-        g = (z_K - m_K * beta1).div_(1 - beta1)
-        limit_K = z_K.abs().div_(math.sqrt(1 - beta2))
-        g = torch.where(old_K, torch.minimum(torch.maximum(g, -limit_K), limit_K), g)
-    denominator = second_moment(m_K, g, beta2=beta2).sqrt_().add_(group["eps"])
-    if options.buffer == "feedback":
-        m_K.lerp_(z_K, 1 - beta1)
-    elif options.after_send == "clear":
-        m_K.mul_(beta1).add_(z_K)
-    else:
-        m_K.copy_(z_K)
-    decay = 1 - rate * group["weight_decay"]
-    if options.decay == "moved" or options.unsent == "moved":
-        w_K.mul_(decay)
-    elif options.decay == "lazy":
-        w_K.mul_(torch.pow(decay, tau_K + 1))
-    scale = tau_K + 1
-    if options.step_scale != 1:
-        scale.pow_(options.step_scale)
-    w_K.addcdiv_(scale.clamp_(max=options.scale_cap).mul_(m_K), denominator, value=-rate)
-
-
-def faded(m_W: Tensor, own_K: Tensor, tau_K: Tensor, beta1: float, oldest: int) -> Tensor:
-    """Moments of chosen columns, ``beta1`` to the power of ``tau`` times; ``tau`` is at most oldest."""
-    held_K = m_W.index_select(0, own_K)
-    if oldest >= max(tau_K.numel(), 1 << 10):
-        return held_K.mul_(torch.pow(beta1, tau_K))
-    # The powers of whole numbers, from a table: a power takes ten times as long as a look.
-    table = torch.pow(beta1, torch.arange(oldest + 1, dtype=tau_K.dtype, device=tau_K.device))
-    return held_K.mul_(table.index_select(0, tau_K.to(torch.int32)))

@@ -21,6 +21,11 @@ import torch
 from torch import Tensor
 
 
+def fingerprint(text: str) -> int:
+    """A number below 2**52, exact in a float64, that differs where texts do."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
+
+
 @dataclass(frozen=True)
 class Slot:
     """Place of one parameter in its bucket."""
@@ -36,7 +41,7 @@ class Slot:
     offset: int
     """First column of the parameter in its bucket."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter, without padding."""
         return math.prod(self.shape)
@@ -98,6 +103,20 @@ class Layout:
         return sum(bucket.width for bucket in self.buckets if not bucket.dense)
 
     @cached_property
+    def spans(self) -> list[list[tuple[Slot, int, int, int]]]:
+        """For each owner and sparse slot: the slot, its first column, the column behind the owner's
+        part, and what a column is less than the element that lies there.
+        """
+        found: list[list[tuple[Slot, int, int, int]]] = [[] for _ in range(self.world)]
+        for bucket in self.buckets[: self.sparse]:
+            for slot in bucket.slots:
+                begin = bucket.begin + slot.offset
+                for owner, spans in enumerate(found):
+                    first, last = slot.part(owner)
+                    spans.append((slot, begin, begin + last - first, first - begin))
+        return found
+
+    @cached_property
     def place(self) -> dict[int, tuple[int, int]]:
         """For each parameter, its bucket and its slot in that bucket."""
         return {
@@ -108,8 +127,7 @@ class Layout:
 
     def digest(self) -> int:
         """A number below 2**52 that is equal where the layout is (exact in a float64)."""
-        raw = repr((self.world, self.buckets)).encode()
-        return int.from_bytes(hashlib.sha256(raw).digest()[:8], "big") >> 12
+        return fingerprint(repr((self.world, self.buckets)))
 
 
 def build(

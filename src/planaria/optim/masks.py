@@ -54,21 +54,16 @@ class Mask:
     def places(self, owner: int, layout: Layout) -> list[Place]:
         """In which parameters an owner's columns lie; those in padding lie in none."""
         if owner not in self._places:
-            slots = [
-                (bucket.begin + slot.offset, slot)
-                for bucket in layout.buckets[: layout.sparse]
-                for slot in bucket.slots
-            ]
-            edges: list[int] = []
-            for begin, slot in slots:
-                first, last = slot.part(owner)
-                edges += [begin, begin + last - first]
+            spans = layout.spans[owner]
+            edges = [edge for _, begin, end, _ in spans for edge in (begin, end)]
             columns_K = self.columns[owner]
             found = torch.searchsorted(columns_K, torch.tensor(edges, device=columns_K.device))
             bounds = found.tolist()
             self._places[owner] = [
-                Place(slot, low, high, columns_K[low:high] + (slot.part(owner)[0] - begin))
-                for (begin, slot), low, high in zip(slots, bounds[0::2], bounds[1::2], strict=True)
+                Place(slot, low, high, columns_K[low:high] + more)
+                for (slot, _, _, more), low, high in zip(
+                    spans, bounds[0::2], bounds[1::2], strict=True
+                )
                 if high > low
             ]
         return self._places[owner]

@@ -1,9 +1,12 @@
 """What a step sends and how long it takes, dense and sparse, before anything is trained.
 
-A step takes its computation, what of the gradients' way out does not hide behind backward, the way
-back of the weights and a few small messages. A link is described by its rate, by the share of it
-that an all-to-all and an all-gather reach, and by the time of an empty collective. The constants
-were measured with ``benchmarks/links.py`` on gloo; ``docs/results/links.md`` has the comparison.
+A step takes its computation, the optimizer's own arithmetic, what of the gradients' way out does not
+hide behind backward, the way back of the weights and a few small messages. A link is described by
+its rate, by the share of it that an all-to-all and an all-gather reach, and by the time of an empty
+collective; or by measured times. The constants were measured on gloo with ``benchmarks/links.py``.
+How long the arithmetic takes depends on the machine and on how many workers share it, more than
+anything else here: ``planaria.optim.measure`` measures it. ``docs/results/links.md`` has the
+comparison with measured steps.
 
 Nothing here imports torch.
 """
@@ -11,8 +14,8 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from planaria.errors import ConfigError
 
@@ -44,6 +47,11 @@ class Link:
     """Share of the rate that an all-to-all reaches: its receivers are hit by several senders."""
     gather_share: float = 0.97
     """Share of the rate that an all-gather reaches."""
+    exchanges: tuple[tuple[float, float], ...] = ()
+    """Measured all-to-alls, as (bytes that a worker sends, seconds), ascending; they take the place
+    of rate and share, and know of bursts that a link lets through at once."""
+    gathers: tuple[tuple[float, float], ...] = ()
+    """The same of all-gathers."""
 
     def __post_init__(self) -> None:
         _positive("mbit", self.mbit)
@@ -55,11 +63,42 @@ class Link:
 
     def exchange(self, sent: float) -> float:
         """Seconds of an all-to-all in which every worker sends so many bytes."""
+        if self.exchanges:
+            return _between(((0.0, self.latency), *self.exchanges), sent)
         return self.latency + sent * 8e-6 / (self.mbit * self.exchange_share)
 
     def gather(self, sent: float) -> float:
         """Seconds of an all-gather in which every worker sends so many bytes."""
+        if self.gathers:
+            return _between(((0.0, self.latency), *self.gathers), sent)
         return self.latency + sent * 8e-6 / (self.mbit * self.gather_share)
+
+
+def _between(points: Sequence[tuple[float, float]], sent: float) -> float:
+    """On the straight line between two measured points, or beyond the last two; never below 0."""
+    at = next((i for i, (size, _) in enumerate(points) if size >= sent and i), len(points) - 1)
+    (size, time), (larger, longer) = points[at - 1 : at + 1]
+    return max(0.0, time + (longer - time) * (sent - size) / (larger - size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """What an optimizer's own work takes in a step on one worker, beside those on its machine."""
+
+    step: float = 0.0
+    """Seconds whatever the model is."""
+    tensor: float = 0.0
+    """Seconds for each of its tensors."""
+    million: float = 0.0
+    """Seconds for each million of its weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "tensor", "million"):
+            _positive(name, getattr(self, name), zero=True)
+
+    def seconds(self, *, tensors: int, params: int) -> float:
+        """Seconds of a step for a model."""
+        return self.step + self.tensor * tensors + self.million * params * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +125,17 @@ class Job:
     """Whether masks travel in the frozen and moved families; a cycle is known beforehand."""
     bucket_bytes: int = 8 << 20
     """Size of the buckets in which dense gradients leave during backward."""
-    dense_arithmetic: float = 4e-3
-    """Seconds of the dense optimizer per million weights of the model, buffers included."""
-    sparse_arithmetic: float = 5e-3
-    """The same for a sparse step: every worker updates all of its own first moment."""
+    tensors: int = 0
+    """Tensors of the model; they count where the arithmetic was measured."""
+    dense_arithmetic: Arithmetic = Arithmetic(million=4e-3)
+    """Of the dense optimizer, buffers included."""
+    sparse_arithmetic: Arithmetic = Arithmetic(million=5e-3)
+    """Of a sparse step: every worker updates all of its own first moment."""
 
     def __post_init__(self) -> None:
         for name in ("params", "workers", "gradient_bytes", "weight_bytes", "bucket_bytes"):
             _positive(name, getattr(self, name))
-        for name in ("compute", "dense_params", "dense_arithmetic", "sparse_arithmetic"):
+        for name in ("compute", "dense_params", "tensors"):
             _positive(name, getattr(self, name), zero=True)
         if self.wire not in VALUE_BYTES:
             raise ConfigError(f"wire is {self.wire!r}; choose one of {', '.join(VALUE_BYTES)}")
@@ -177,7 +218,7 @@ class Estimate:
 def seconds(job: Job, link: Link, method: str, density: float) -> float:
     """Length of a step."""
     if job.workers == 1:
-        return job.compute + job.dense_arithmetic * job.params * 1e-6
+        return job.compute + job.dense_arithmetic.seconds(tensors=job.tensors, params=job.params)
     v = volume(job, method, density)
     dense = method == "dense" or density == 1
     out = link.exchange(v.exchange)
@@ -192,24 +233,38 @@ def seconds(job: Job, link: Link, method: str, density: float) -> float:
         + link.gather(v.gather)
         + small
         + mask
-        + arithmetic * job.params * 1e-6
+        + arithmetic.seconds(tensors=job.tensors, params=job.params)
     )
 
 
-def plan(job: Job, link: Link, densities: Sequence[float]) -> list[Estimate]:
+Measured = Mapping[tuple[str, float], Arithmetic]
+"""Arithmetic by method and density."""
+
+
+def methods(densities: Sequence[float]) -> list[tuple[str, float]]:
     """The dense step, then both sparse families at each density."""
-    base = seconds(job, link, "dense", 1.0)
-    rows = [("dense", 1.0)] + [(m, d) for d in densities for m in ("frozen", "local")]
-    return [
-        Estimate(
-            method=method,
-            density=density,
-            sent=volume(job, method, density).total if job.workers > 1 else 0.0,
-            seconds=(length := seconds(job, link, method, density)),
-            speedup=base / length,
+    return [("dense", 1.0)] + [(m, d) for d in densities for m in ("frozen", "local")]
+
+
+def plan(
+    job: Job, link: Link, densities: Sequence[float], measured: Measured | None = None
+) -> list[Estimate]:
+    """One row for each of :func:`methods`."""
+    found: list[Estimate] = []
+    for method, density in methods(densities):
+        own = (measured or {}).get((method, density))
+        what = job if own is None else replace(job, dense_arithmetic=own, sparse_arithmetic=own)
+        length = seconds(what, link, method, density)
+        found.append(
+            Estimate(
+                method=method,
+                density=density,
+                sent=volume(job, method, density).total if job.workers > 1 else 0.0,
+                seconds=length,
+                speedup=(found[0].seconds if found else length) / length,
+            )
         )
-        for method, density in rows
-    ]
+    return found
 
 
 def advice(rows: Sequence[Estimate]) -> str:
@@ -241,10 +296,11 @@ class Report:
     job: Job
     link: Link
     densities: tuple[float, ...] = field(default=(0.1, 0.01))
+    measured: Measured = field(default_factory=dict[tuple[str, float], Arithmetic])
 
     def lines(self) -> list[str]:
         """A table, and the advice."""
-        rows = plan(self.job, self.link, self.densities)
+        rows = plan(self.job, self.link, self.densities, self.measured)
         head = (
             f"{self.job.params:,} weights, {self.job.workers} workers, {self.link.mbit:g} Mbit/s, "
             f"{self.job.compute:g} s of computation"

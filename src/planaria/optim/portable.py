@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planaria.optim import checks
-from planaria.optim.base import as_dtensor, copy_part, load_groups
+from planaria.optim.base import as_dtensor, load_groups, loading, part_for, require_groups
 from planaria.optim.buckets import Buckets
 from planaria.optim.collectives import Workers, mean_rows
 from planaria.optim.drift import Drift
@@ -57,12 +57,20 @@ def save(optimizer: Owner) -> dict[str, Any]:
 def load(optimizer: Owner, saved: dict[str, Any]) -> None:
     """Loads what :func:`save` gave; collective."""
     columns = _columns(optimizer, mean=False)
-    with optimizer.workers.together():
-        _fill(optimizer, columns, saved)
+    groups = [{**g, "params": [None] * g["params"]} for g in saved["param_groups"]]
+    with loading(optimizer.workers):
+        found = _read(optimizer, columns, saved)
+        require_groups(optimizer.param_groups, groups)
+    for target, part in found:
+        target.copy_(part)
+    load_groups(optimizer.param_groups, groups)
+    optimizer.count.copy_(torch.as_tensor(saved["count"]))
     _spread(optimizer, columns)
 
 
-def _fill(optimizer: Owner, columns: Columns, saved: dict[str, Any]) -> None:
+def _read(optimizer: Owner, columns: Columns, saved: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of what is loaded: where it goes, and it."""
+    found: list[tuple[Tensor, Tensor]] = []
     layout, rank = optimizer.buckets.layout, optimizer.workers.rank
     for name, flats in columns.items():
         for bucket, flat in zip(layout.buckets, flats, strict=False):
@@ -76,10 +84,8 @@ def _fill(optimizer: Owner, columns: Columns, saved: dict[str, Any]) -> None:
                 shape = local_shape(slot, rank)
                 target = flat[slot.offset : slot.offset + math.prod(shape)].view(shape)
                 what = f"the saved {name!r} of parameter {slot.index}"
-                copy_part(target, entry[name], slot, rank, what)
-    groups = [{**g, "params": [None] * g["params"]} for g in saved["param_groups"]]
-    load_groups(optimizer.param_groups, groups)
-    optimizer.count.copy_(torch.as_tensor(saved["count"]))
+                found.append((target, part_for(target, entry[name], slot, rank, what)))
+    return found
 
 
 def _columns(optimizer: Owner, *, mean: bool) -> Columns:

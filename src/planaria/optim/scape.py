@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
+import weakref
 from collections.abc import Callable, Generator
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from planaria.optim.base import (
     BUCKET_BYTES,
     Agreement,
     OwnedOptimizer,
+    building,
     load_groups,
-    read_closure,
-    require_same_start,
+    loading,
+    require_groups,
     take_seat,
     trained,
 )
@@ -30,7 +32,7 @@ from planaria.optim.buckets import Buckets, master_dtype
 from planaria.optim.collectives import Workers
 from planaria.optim.drift import Drift
 from planaria.optim.frozen import Frozen
-from planaria.optim.layout import build
+from planaria.optim.layout import Layout, build
 from planaria.optim.options import ScapeOptions
 from planaria.optim.placement import like
 
@@ -41,6 +43,8 @@ _ASSUMED = (
     "dense_steps is %g, a share of the run, and total_steps is not given: the first %d steps are "
     "dense; give total_steps=, or the count itself"
 )
+
+_FOR_ALL = tuple(field.name for field in fields(ScapeOptions))
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +91,7 @@ class Scape(OwnedOptimizer):
         params: ParamsT,
         *,
         lr: float | Tensor = 1e-3,
-        group: DeviceMesh | dist.ProcessGroup | None = None,
+        group: Workers | DeviceMesh | dist.ProcessGroup | None = None,
         density: float = 0.01,
         betas: tuple[float, float] = DEFAULT_BETAS,
         eps: float = DEFAULT_EPS,
@@ -101,41 +105,34 @@ class Scape(OwnedOptimizer):
         overlap: bool = True,
         **choices: Any,
     ) -> None:
-        checks.number("bucket_bytes", bucket_bytes, low=1)
-        self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
-        self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
-        self.norm = math.nan
-        total = ASSUMED_STEPS if total_steps is None else total_steps
-        checks.number("total_steps", total, low=1)
-        self.options = ScapeOptions(
-            density=density,
-            dense_steps=checks.steps("dense_steps", dense_steps, total=total),
-            **choices,
-        )
+        self.workers = Workers.of(group)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "dense": False})
-        self._check_groups()
-        self.workers = Workers(group)
+        with building(self.workers):
+            checks.number("bucket_bytes", bucket_bytes, low=1)
+            self._set_limits(max_norm, nonfinite)
+            total = ASSUMED_STEPS if total_steps is None else total_steps
+            checks.number("total_steps", total, low=1)
+            self.options = ScapeOptions(
+                density=density,
+                dense_steps=checks.steps("dense_steps", dense_steps, total=total),
+                **choices,
+            )
+            super().__init__(params, {**defaults, "dense": False})
+            layout = self._lay_out(bucket_bytes, dense_ndim)
         if 0 < dense_steps < 1 and total_steps is None and self.workers.rank == 0:
             log.warning(_ASSUMED, dense_steps, self.options.dense_steps)
-        self._params, chosen = trained(self)
-        held = take_seat(self.workers, chosen)
-        layout = build(
-            held,
-            world=self.workers.size,
-            bucket_bytes=bucket_bytes,
-            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
-        )
-        self._check_params(held)
-        require_same_start(self.workers, layout, self._params)
+        self._require_same(layout, {**asdict(self.options), "overlap": overlap})
         self.count = torch.zeros((), dtype=torch.int64)
+        # Not kept by its own buckets: a dropped optimizer's memory is free at once then.
+        me = weakref.proxy(self)
         self.buckets = Buckets(
             layout,
             self._params,
             self.workers,
             overlap=overlap,
-            active=lambda: self.is_dense(int(self.count)),
+            active=lambda: me.is_dense(int(me.count)),
         )
+        self._lent = False
         family = Drift if self.options.unsent == "local" else Frozen
         with torch.no_grad():
             self.family: Drift | Frozen = family(self.buckets, self.options, self.param_groups)
@@ -143,8 +140,28 @@ class Scape(OwnedOptimizer):
         self.state["scape"] = self._tensors()  # type: ignore[index]
         self.seal()
 
+    def _lay_out(self, bucket_bytes: int, dense_ndim: int) -> Layout:
+        """The layout of the trained parameters, after a check of groups and parameters."""
+        self._check_groups()
+        self._params, chosen = trained(self)
+        held = take_seat(self.workers, chosen)
+        self._check_params(held)
+        return build(
+            held,
+            world=self.workers.size,
+            bucket_bytes=bucket_bytes,
+            dense=lambda _, g, p: self.param_groups[g]["dense"] or p.ndim <= dense_ndim,
+        )
+
     def _check_groups(self) -> None:
-        for own in self.param_groups:
+        for g, own in enumerate(self.param_groups):
+            for name in ("maximize", *_FOR_ALL):
+                if own.get(name):
+                    raise checks.OptionError(
+                        f"parameter group {g} has {name}={own[name]!r}, and groups have their own "
+                        "lr, betas, eps, weight_decay and dense only; give what is for all groups "
+                        "to Scape itself, and build one optimizer for each otherwise"
+                    )
             checks.number("lr", float(own["lr"]), low=0.0)
             checks.betas(own["betas"])
             checks.number("eps", own["eps"], low=0.0)
@@ -183,7 +200,12 @@ class Scape(OwnedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all workers; returns the closure's loss, if one is given."""
-        loss = read_closure(closure)
+        if self._lent:
+            raise checks.OptionError(
+                "step() is called inside mean_model(), whose end puts the weights back that this "
+                "worker had before; leave it first"
+            )
+        loss = self.begin(closure)
         step = int(self.count)
         moved = self._dense_step(step) if self.is_dense(step) else self._sparse_step(step)
         self.buckets.finish()
@@ -239,6 +261,7 @@ class Scape(OwnedOptimizer):
     def mean_model(self) -> Generator[None]:
         """Inside it the parameters hold the mean over the workers; entering is collective."""
         means = self.mean_weights()
+        self._lent = bool(means)
         with torch.no_grad():
             kept = [param.detach().clone() for param, _ in means]
             for param, mean in means:
@@ -246,6 +269,7 @@ class Scape(OwnedOptimizer):
         try:
             yield
         finally:
+            self._lent = False
             with torch.no_grad():
                 for (param, _), own in zip(means, kept, strict=True):
                     param.copy_(own)
@@ -274,9 +298,10 @@ class Scape(OwnedOptimizer):
         self.buckets.drop()
         saved = state_dict["state"].get("scape")
         here = self._tensors()
-        with self.workers.together():
+        with loading(self.workers):
             self._require_own(saved, here)
-            load_groups(self.param_groups, state_dict["param_groups"])
+            require_groups(self.param_groups, state_dict["param_groups"])
+        load_groups(self.param_groups, state_dict["param_groups"])
         for key, tensor in here.items():
             tensor.copy_(saved[key])
         self.restored()

@@ -8,7 +8,6 @@ reduce-scatter moves as many bytes as an all-reduce.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,11 @@ from planaria.optim.base import (
     BUCKET_BYTES,
     OwnedOptimizer,
     as_dtensor,
-    copy_part,
+    building,
     load_groups,
-    read_closure,
-    require_same_start,
+    loading,
+    part_for,
+    require_groups,
     take_seat,
     trained,
 )
@@ -88,7 +88,7 @@ class Sharded(OwnedOptimizer):
         optimizer_class: Callable[..., Optimizer],
         params: ParamsT,
         *,
-        group: DeviceMesh | dist.ProcessGroup | None = None,
+        group: Workers | DeviceMesh | dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         max_norm: float | None = None,
@@ -96,23 +96,22 @@ class Sharded(OwnedOptimizer):
         reduce_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        checks.number("bucket_bytes", bucket_bytes, low=1)
-        self.max_norm = None if max_norm is None else checks.number("max_norm", max_norm, low=0.0)
-        self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
-        self.norm = math.nan
-        super().__init__(params, {})
-        self.workers = Workers(group)
-        self._params, chosen = trained(self)
-        layout = build(
-            take_seat(self.workers, chosen),
-            world=self.workers.size,
-            bucket_bytes=bucket_bytes,
-            dense=lambda *_: True,
-        )
-        require_same_start(self.workers, layout, self._params)
-        for own in self.param_groups:
-            given = {k: v for k, v in own.items() if k not in ("params", "param_names")}
-            probe.require_elementwise(optimizer_class, {**options, **given})
+        self.workers = Workers.of(group)
+        with building(self.workers):
+            checks.number("bucket_bytes", bucket_bytes, low=1)
+            self._set_limits(max_norm, nonfinite)
+            super().__init__(params, {})
+            self._params, chosen = trained(self)
+            layout = build(
+                take_seat(self.workers, chosen),
+                world=self.workers.size,
+                bucket_bytes=bucket_bytes,
+                dense=lambda *_: True,
+            )
+            for own in self.param_groups:
+                probe.require_elementwise(optimizer_class, {**options, **_options(own)})
+        common = {"optimizer_class": optimizer_class, "reduce_dtype": reduce_dtype}
+        self._require_same(layout, {**options, **common, "overlap": overlap})
         self.buckets = Buckets(
             layout, self._params, self.workers, reduce_dtype=reduce_dtype, overlap=overlap
         )
@@ -130,8 +129,7 @@ class Sharded(OwnedOptimizer):
         for g, own in enumerate(self.param_groups):
             flats = [u.master for u in self.units if layout.buckets[u.bucket].group == g]
             if flats:
-                given = {k: v for k, v in own.items() if k not in ("params", "param_names")}
-                groups.append({"params": [f.requires_grad_() for f in flats], **given})
+                groups.append({"params": [f.requires_grad_() for f in flats], **_options(own)})
                 self._inner_of.append(g)
         self.inner = factory(groups, **options)
         probe.make_state(self.inner)
@@ -140,6 +138,10 @@ class Sharded(OwnedOptimizer):
             for key, value in inner.items():
                 if key != "params":
                     self.param_groups[g].setdefault(key, value)
+        for own in self.param_groups:
+            # Schedulers read the rate of every group, also where all of it is frozen.
+            for key, value in self.defaults.items():
+                own.setdefault(key, value)
 
     def _cut(self, b: int) -> list[Unit]:
         """The units of a bucket: large slots alone and in place, runs of others in a copy."""
@@ -205,7 +207,7 @@ class Sharded(OwnedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all workers; returns the closure's loss, if one is given."""
-        loss = read_closure(closure)
+        loss = self.begin(closure)
         grads = self.buckets.reduced()
         agreed = self.agree(grads)
         if agreed.changed:
@@ -290,30 +292,56 @@ class Sharded(OwnedOptimizer):
             state_dict = hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
         self.buckets.drop()
-        with self.workers.together():
-            load_groups(self.param_groups, groups)
+        with loading(self.workers):
+            require_groups(self.param_groups, groups)
             # Keys need not be numbers: torch.distributed.checkpoint loads by the parameters' names.
             keys = [key for group in groups for key in group["params"]]
-            for unit in self.units:
-                for slot in unit.slots:
-                    self._load_slot(unit, slot, state_dict["state"].get(keys[slot.index]))
+            found = [
+                self._read_unit(unit, [state_dict["state"].get(keys[s.index]) for s in unit.slots])
+                for unit in self.units
+            ]
+        load_groups(self.param_groups, groups)
+        for unit, (parts, shared) in zip(self.units, found, strict=True):
+            inner: dict[str, Any] = self.inner.state[unit.master]
+            for target, part in parts:
+                target.copy_(part)
+            for key, value in shared.items():
+                if isinstance(inner[key], Tensor):
+                    inner[key].copy_(torch.as_tensor(value))
+                else:
+                    inner[key] = value
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _load_slot(self, unit: Unit, slot: Slot, saved: dict[str, Any] | None) -> None:
-        here = self._entries(unit, slot)
-        lacking = sorted(set(here) - set(saved or {}) - {"master"})
-        if saved is None or lacking:
-            raise checks.StateError(
-                f"the saved state of parameter {slot.index} lacks {lacking or 'everything'}; "
-                "load a state that was saved from the same optimizer and model"
-            )
-        for key, target in here.items():
-            what = f"the saved {key!r} of parameter {slot.index}"
-            if isinstance(target, Tensor) and target.ndim and key in saved:
-                local = target.to_local() if isinstance(target, DTensor) else target
-                copy_part(local, saved[key], slot, self.workers.rank, what)
-            elif isinstance(target, Tensor) and key in saved:
-                target.copy_(torch.as_tensor(saved[key]))
-            elif key in saved:
-                self.inner.state[unit.master][key] = saved[key]
+    def _read_unit(
+        self, unit: Unit, saved: list[dict[str, Any] | None]
+    ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
+        """What of a loaded state goes where in a unit, and what all of its parameters share."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        shared: dict[str, Any] = {}
+        for slot, entries in zip(unit.slots, saved, strict=True):
+            here = self._entries(unit, slot)
+            lacking = sorted(set(here) - set(entries or {}) - {"master"})
+            if entries is None or lacking:
+                raise checks.StateError(
+                    f"the saved state of parameter {slot.index} lacks {lacking or 'everything'}; "
+                    "load a state that was saved from the same optimizer and model"
+                )
+            for key in here.keys() & entries.keys():
+                what = f"the saved {key!r} of parameter {slot.index}"
+                target, value = here[key], entries[key]
+                if isinstance(target, Tensor) and target.ndim:
+                    held = target.to_local() if isinstance(target, DTensor) else target
+                    parts.append((held, part_for(held, value, slot, self.workers.rank, what)))
+                elif shared.setdefault(key, value) != value:
+                    raise checks.StateError(
+                        f"{what} is {float(value):g} and that of parameter {unit.slots[0].index}, "
+                        f"which is updated with it, {float(shared[key]):g}; load a state in which "
+                        "all parameters were updated equally often"
+                    )
+        return parts, shared
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of the inner optimizer."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}

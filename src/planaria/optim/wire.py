@@ -36,14 +36,17 @@ def encode(values_NK: Tensor, wire: str) -> Tensor:
     scales_NC1 = blocks_NCk.abs().amax(-1, keepdim=True).float().div_(levels)
     # A block of zeros has no scale; its values are zero whatever they are divided by.
     units = torch.where(scales_NC1 > 0, scales_NC1, torch.ones_like(scales_NC1))
-    whole = (blocks_NCk / units).round_().clamp_(-levels, levels).view(rows, -1)[:, :count]
+    # In place, since padding made a copy.
+    whole = blocks_NCk.div_(units).round_().clamp_(-levels, levels).view(rows, -1)
+    length = count if wire == "int8" else math.ceil(count / 2)
+    sent = torch.empty(rows, 4 * blocks + length, dtype=torch.uint8, device=whole.device)
+    sent[:, : 4 * blocks] = scales_NC1.view(rows, blocks).view(torch.uint8)
     if wire == "int8":
-        codes = whole.to(torch.int8).view(torch.uint8)
+        sent[:, 4 * blocks :].view(torch.int8).copy_(whole[:, :count])
     else:
-        low_high = torch.nn.functional.pad(whole, (0, count % 2)).add_(8).to(torch.uint8)
-        codes = low_high[:, 0::2] | (low_high[:, 1::2] << 4)
-    scales = scales_NC1.view(rows, blocks).view(torch.uint8)
-    return torch.cat([scales, codes], dim=1)
+        low_high = whole[:, : 2 * length].add_(8).to(torch.uint8)
+        torch.bitwise_or(low_high[:, 0::2], low_high[:, 1::2] << 4, out=sent[:, 4 * blocks :])
+    return sent
 
 
 def decode(sent_NB: Tensor, count: int, wire: str, *, dtype: torch.dtype) -> Tensor:
@@ -55,11 +58,15 @@ def decode(sent_NB: Tensor, count: int, wire: str, *, dtype: torch.dtype) -> Ten
     scales = sent_NB[:, : 4 * blocks].clone(memory_format=torch.contiguous_format)
     scales_NC = scales.view(-1).view(torch.float32).view(rows, blocks)
     codes = sent_NB[:, 4 * blocks :]
+    whole = torch.empty(rows, blocks * BLOCK, dtype=dtype, device=sent_NB.device)
     if wire == "int8":
-        whole = codes.view(torch.int8).to(dtype)
+        whole[:, :count] = codes.view(torch.int8)
+        whole[:, count:] = 0
     else:
-        whole = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1).to(dtype).sub_(8)
-        whole = whole[:, :count]
-    padded = torch.nn.functional.pad(whole, (0, blocks * BLOCK - count))
-    scaled = padded.view(rows, blocks, BLOCK) * scales_NC.to(dtype).unsqueeze(-1)
-    return scaled.view(rows, -1)[:, :count]
+        pairs = whole[:, : 2 * codes.shape[1]].unflatten(1, (-1, 2))
+        pairs[..., 0] = codes & 15
+        pairs[..., 1] = codes >> 4
+        whole[:, :count].sub_(8)
+        whole[:, count:] = 0
+    whole.view(rows, blocks, BLOCK).mul_(scales_NC.to(dtype).unsqueeze(-1))
+    return whole[:, :count]

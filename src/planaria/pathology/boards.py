@@ -194,21 +194,52 @@ def orient(pixels: Pixels, *, way: int) -> Pixels:
     return np.ascontiguousarray(turned[:, ::-1] if way >= 4 else turned)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Where a whole slide lies on a board."""
+
+    down: float
+    """Level-0 pixels per pixel of the board."""
+    left: int
+    """White columns before the slide."""
+    top: int
+    """White rows above it."""
+    width: int
+    """Columns that the slide fills."""
+    height: int
+    """Rows that it fills."""
+
+
+def frame(slide: Slide, *, config: BoardConfig) -> Frame:
+    """The longer side of the slide's bounds fills the board, the shorter one is centred."""
+    bounds = slide.info.bounds
+    down = max(bounds.width, bounds.height) / config.board_px
+    width = max(round(bounds.width / down), 1)
+    height = max(round(bounds.height / down), 1)
+    return Frame(
+        down=down,
+        left=(config.board_px - width) // 2,
+        top=(config.board_px - height) // 2,
+        width=width,
+        height=height,
+    )
+
+
 def whole_board(slide: Slide, *, config: BoardConfig) -> Pixels:
     """The slide's bounds resized onto a white square of the board's size: PBIR switched off.
 
     The longer side fills the board; nothing is stretched.
     """
-    bounds = slide.info.bounds
-    down = max(bounds.width, bounds.height) / config.board_px
-    width = max(round(bounds.width / down), 1)
-    height = max(round(bounds.height / down), 1)
+    bounds, at = slide.info.bounds, frame(slide, config=config)
     pixels = read_region(
-        slide, x=bounds.x, y=bounds.y, extent=(width * down, height * down), size=(width, height)
+        slide,
+        x=bounds.x,
+        y=bounds.y,
+        extent=(at.width * at.down, at.height * at.down),
+        size=(at.width, at.height),
     )
     board = np.full((config.board_px, config.board_px, 3), 255, dtype=np.uint8)
-    top, left = (config.board_px - height) // 2, (config.board_px - width) // 2
-    board[top : top + height, left : left + width] = pixels
+    board[at.top : at.top + at.height, at.left : at.left + at.width] = pixels
     return board
 
 

@@ -100,8 +100,9 @@ class _Cells:
 
     def __init__(self, heat: HeatMap, *, info: SlideInfo, shifted: bool) -> None:
         grid, bounds = heat.grid, info.bounds
-        self.x = _edges(grid.x, grid.step, grid.columns, bounds.x, bounds.width, shifted)
-        self.y = _edges(grid.y, grid.step, grid.rows, bounds.y, bounds.height, shifted)
+        left, top = heat.corner
+        self.x = _edges(left, grid.step, grid.columns, bounds.x, bounds.width, shifted)
+        self.y = _edges(top, grid.step, grid.rows, bounds.y, bounds.height, shifted)
 
     def visible(self) -> NDArray[np.bool_]:
         """[rows, columns], True where anything of a cell lies on the slide."""

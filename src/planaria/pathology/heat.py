@@ -42,10 +42,21 @@ class HeatMap:
         if not self.low < self.high:
             raise DataError(f"low {self.low} must be below high {self.high}")
 
+    @property
+    def corner(self) -> tuple[float, float]:
+        """Level-0 top left of the first cell.
+
+        A value belongs to the middle of its tile: where tiles overlap, cells are as wide as their
+        distance and begin inside the first tile, or the map would lie off its slide.
+        """
+        inset = (self.grid.side - self.grid.step) / 2
+        return self.grid.x + inset, self.grid.y + inset
+
     def at(self, x: float, y: float) -> float | None:
         """The value at level-0 (``x``, ``y``), or None where there is none."""
-        column = int((x - self.grid.x) // self.grid.step)
-        row = int((y - self.grid.y) // self.grid.step)
+        left, top = self.corner
+        column = int((x - left) // self.grid.step)
+        row = int((y - top) // self.grid.step)
         if not (0 <= row < self.grid.rows and 0 <= column < self.grid.columns):
             return None
         value = float(self.values[row, column])
@@ -81,8 +92,9 @@ def over_thumbnail(
     ``origin`` is the thumbnail's level-0 top left. Pixels without a value keep their colour exactly.
     """
     height, width = thumb.shape[:2]
-    columns = ((np.arange(width) + 0.5) * down + origin[0] - heat.grid.x) // heat.grid.step
-    rows = ((np.arange(height) + 0.5) * down + origin[1] - heat.grid.y) // heat.grid.step
+    corner = heat.corner
+    columns = ((np.arange(width) + 0.5) * down + origin[0] - corner[0]) // heat.grid.step
+    rows = ((np.arange(height) + 0.5) * down + origin[1] - corner[1]) // heat.grid.step
     inside_x = (columns >= 0) & (columns < heat.grid.columns)
     inside_y = (rows >= 0) & (rows < heat.grid.rows)
     column = np.clip(columns, 0, heat.grid.columns - 1).astype(np.int64)

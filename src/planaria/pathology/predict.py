@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from planaria.errors import ConfigError, DataError
 from planaria.pathology.attention import AttentionHead, FeatureConfig
-from planaria.pathology.boards import BoardConfig, assemble, cut_tiles, fixed_board
+from planaria.pathology.boards import (
+    BoardConfig,
+    assemble,
+    cut_tiles,
+    fixed_board,
+    frame,
+    whole_board,
+)
 from planaria.pathology.bundle import ModelCard, grade_loss
 from planaria.pathology.colour import to_unit
 from planaria.pathology.datasets.features import Bags, Places, inspect_features, read_places
@@ -27,8 +34,8 @@ from planaria.pathology.heat import HeatMap
 from planaria.pathology.metrics import apply_thresholds
 from planaria.pathology.networks import BoostedEfficientNet
 from planaria.pathology.slides import Slide
-from planaria.pathology.tiles import Tile, TileConfig, iterate_tiles, plan_grid
-from planaria.pathology.tissue import TissueConfig, TissueMap, tissue_map
+from planaria.pathology.tiles import Grid, Tile, TileConfig, iterate_tiles, plan_grid
+from planaria.pathology.tissue import TissueConfig, TissueMap, mask_fraction, tissue_map
 
 TOP_TILES = 10
 """Tiles whose mean probability is the slide's: one false tile does not make a slide positive.
@@ -87,6 +94,8 @@ def predict_slide(
     began = time.monotonic()
     tissue = tissue_map(slide, config=tissue_config)
     score = _metastasis if card.kind == "metastasis" else _gleason
+    if card.board is not None and not card.board.pbir:
+        score = _whole
     with torch.inference_mode():
         heat, value, tiles, rule = score(slide, card, model, config, tissue_config, tissue)
     return Prediction(
@@ -248,6 +257,53 @@ def _gleason(
         pixels = fixed_board(stack.pixels, config=board, shift=shift)
         scores.append(float(_finite(loss.score(model(_batch(pixels))))[0]))
     return heat, float(np.mean(scores)), count, rule
+
+
+def _whole(
+    slide: Slide,
+    card: ModelCard,
+    model: nn.Module,
+    config: PredictConfig,
+    tissue_config: TissueConfig,
+    tissue: TissueMap,
+) -> tuple[HeatMap, float | None, int, str]:
+    """A model that was trained without PBIR sees the whole slide on one board, here as there."""
+    board = cast("BoardConfig", card.board)
+    at, bounds = frame(slide, config=board), slide.info.bounds
+    pixels = _batch(whole_board(slide, config=board))
+    inner: Any = model
+    network = cast("BoostedEfficientNet", inner.network)
+    logits = network.logit_map(inner.correction(pixels))[0]
+    rows, columns = logits.shape[1:]
+    step = at.down * board.board_px / columns
+    grid = Grid(
+        columns=columns,
+        rows=rows,
+        side=step,
+        step=step,
+        x=bounds.x - at.left * at.down,
+        y=bounds.y - at.top * at.down,
+    )
+    loss = grade_loss(card)
+    values = _finite(loss.score(logits.flatten(1).T)).numpy().astype(np.float32)
+    values = values.reshape(rows, columns)
+    for row, column in np.ndindex(rows, columns):
+        x, y = grid.place(column, row)
+        part = mask_fraction(tissue, x=x - bounds.x, y=y - bounds.y, side=step)
+        if part == 0 or part < config.min_tissue:
+            values[row, column] = np.nan
+    heat = HeatMap(
+        values=values,
+        grid=grid,
+        low=0.0,
+        high=float(card.classes - 1),
+        label="expected ISUP grade",
+    )
+    count = int((~np.isnan(values)).sum())
+    rule = "expected grade of the whole slide on one board"
+    if not tissue.mask.any():
+        return heat, None, count, rule
+    return heat, float(_finite(loss.score(model(pixels)))[0]), count, rule
 
 
 def _tile_grades(

@@ -242,7 +242,7 @@ class PlainSlide:
         try:
             with Image.open(path) as image:
                 kind = image.format or "unknown"
-                _refuse_mode(path, image.mode)
+                refuse_mode(path, image.mode)
                 dpi = image.info.get("dpi")
                 icc = image.info.get("icc_profile")
                 if image.mode == "P" or "transparency" in image.info:
@@ -407,7 +407,8 @@ def _check_associated(info: SlideInfo, name: str) -> None:
         raise DataError(f"{info.path.name}: no associated image {name!r}; it has: {known}")
 
 
-def _refuse_mode(path: Path, mode: str) -> None:
+def refuse_mode(path: Path, mode: str) -> None:
+    """DataError where PIL's ``mode`` of an image is no 8-bit colour."""
     if mode in ("RGB", "RGBA", "P"):
         return
     if mode == "CMYK":

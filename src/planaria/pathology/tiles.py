@@ -7,6 +7,7 @@ spares reading tiles that lie on glass.
 from __future__ import annotations
 
 import csv
+import glob
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,10 @@ def tile_slide(
     tissue = tissue_map(slide, config=tissue_config)
     grid = plan_grid(slide.info, config=config)
     counts = {"tissue": 0, "little tissue": 0, "pen": 0, "blurred": 0, "glass": 0}
+    if png_dir is not None and png_dir.is_dir():
+        # Those of a run with other settings, or that was broken off, must not stand among ours.
+        for old in png_dir.glob(f"{glob.escape(slide.info.path.stem)}_x*_y*.png"):
+            old.unlink()
     places: list[tuple[int, int]] = []
     fractions: list[float] = []
     for tile in iterate_tiles(

@@ -246,6 +246,7 @@ def mask_fraction(tissue: TissueMap, *, x: float, y: float, side: float) -> floa
     """
     down = tissue.downsample
     top, left = max(math.floor(y / down), 0), max(math.floor(x / down), 0)
-    bottom, right = math.ceil((y + side) / down), math.ceil((x + side) / down)
+    # Not below 0, which would count from the mask's other end.
+    bottom, right = max(math.ceil((y + side) / down), 0), max(math.ceil((x + side) / down), 0)
     part = tissue.mask[top:bottom, left:right]
     return float(part.mean()) if part.size else 0.0

@@ -136,8 +136,8 @@ def render_page(
             "image": _heat_image(heat),
             "columns": heat.grid.columns,
             "rows": heat.grid.rows,
-            "x": (heat.grid.x - bounds.x) / pyramid.down,
-            "y": (heat.grid.y - bounds.y) / pyramid.down,
+            "x": (heat.corner[0] - bounds.x) / pyramid.down,
+            "y": (heat.corner[1] - bounds.y) / pyramid.down,
             "step": heat.grid.step / pyramid.down,
             "values": [
                 None if math.isnan(v) else round(v, 4) for v in heat.values.ravel().tolist()

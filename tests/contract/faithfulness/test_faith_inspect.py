@@ -94,6 +94,65 @@ def test_a_log_that_was_sampled_before_is_scored(tmp_path: Path) -> None:
     assert value.metadata["fact_e"]["breaks_at"] == 0
 
 
+def test_what_is_unknown_of_one_sample_fails_no_other(tmp_path: Path) -> None:
+    from planaria.faithfulness.inspect_ext import fact_e
+
+    path = tmp_path / "q.jsonl"
+    rows = [
+        {"question": f"Ann has {n} and buys 4. How many?", "answer": f"{n + 4}"} for n in (3, 5)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    log = inspect_ai.eval(
+        fact_e(str(path), n=1),
+        model=model(["3 + 4 = 7\nAnswer: 7", "I cannot tell."]),
+        log_dir=str(tmp_path / "logs"),
+        display="none",
+        max_connections=1,
+    )[0]
+    assert log.status == "success", log.error
+    by_name = {result.name: result for result in log.results.scores}
+    assert by_name["correct"].metrics["mean"].value == 1.0
+    assert by_name["correct"].unscored_samples == 1
+
+
+def test_reasoning_and_choices_of_a_log_are_scored(tmp_path: Path) -> None:
+    from inspect_ai.dataset import MemoryDataset, Sample
+    from inspect_ai.log import read_eval_log
+    from inspect_ai.model import (
+        ChatMessageAssistant,
+        ContentReasoning,
+        ContentText,
+        ModelOutput,
+        ModelUsage,
+        get_model,
+    )
+    from inspect_ai.solver import multiple_choice
+
+    from planaria.faithfulness.inspect_ext import fact_e_scorer
+    from planaria.faithfulness.readers import read_chains
+
+    thought = ContentReasoning(reasoning="3 + 4 = 7\nSo it is seven.")
+    kept = ContentReasoning(reasoning="gAAAA=", summary="A summary.", redacted=True)
+    content = [thought, kept, ContentText(text="ANSWER: B")]
+    output = ModelOutput.from_message(ChatMessageAssistant(content=content))
+    output.usage = ModelUsage(input_tokens=9, output_tokens=9, total_tokens=18)
+    sample = Sample(input="3 + 4?", choices=["six", "seven"], target="B")
+    done = inspect_ai.eval(
+        inspect_ai.Task(dataset=MemoryDataset([sample]), solver=multiple_choice()),
+        model=get_model("mockllm/model", custom_outputs=[output], memoize=False),
+        log_dir=str(tmp_path),
+        display="none",
+    )[0]
+    scored = inspect_ai.score(read_eval_log(done.location), fact_e_scorer(), display="none")
+    value = scored.samples[0].scores["fact_e"]
+    chain = value.metadata["fact_e"]["chain"]
+    steps = ["3 + 4 = 7", "So it is seven.", "A summary."]
+    assert (value.answer, value.value["correct"], chain["steps"]) == ("B", 1.0, steps)
+    assert chain["question"] == "3 + 4?\n(A) six\n(B) seven"
+    read = read_chains(done.location.removeprefix("file://")).chains[0]
+    assert (list(read.steps), read.answer, read.labels.correct) == (steps, "B", True)
+
+
 def test_the_provider_names_its_only_model() -> None:
     from inspect_ai.model import get_model
 

@@ -128,6 +128,39 @@ def test_blocks_match_the_whole() -> None:
     assert torch.equal(whole, turned)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parts_match_the_whole(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = BLOCK + 4321
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    w, g, m = (torch.randn(size, generator=generator, dtype=dtype) for _ in range(3))
+    whole = [w.clone()], [g], [m.clone()]
+    update_all(*whole, **options)
+    # One that is larger than what is done together, which then fills more than one block of its size.
+    small, rest = divmod(size - SMALL - 3, 333)
+    mixed = [SMALL + 3, *[333] * small, rest]
+    for length in (333, SMALL + 3, BLOCK + 1, mixed):
+        part = w.clone(), g, m.clone()
+        update_all(*(t.split(length) for t in part), **options)
+        assert torch.equal(part[0], whole[0][0])
+        assert torch.equal(part[2], whole[2][0])
+        assert all(t._version for t in (part[0], part[2]))
+
+
+def test_a_moment_may_lie_otherwise_in_memory_than_its_weight() -> None:
+    a, b = params(), params()
+    for p in b:
+        if p.ndim > 1:
+            p.data = p.data.transpose(0, -1).contiguous().transpose(0, -1)
+    first, second = AdamS(a, lr=1e-2), AdamS(b, lr=1e-2)
+    for p in b:
+        second.state[p]["exp_avg"] = second.state[p]["exp_avg"].contiguous()
+    run(a, first, range(3))
+    run(b, second, range(3))
+    assert not b[0].is_contiguous()
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def test_a_scale_is_that_of_the_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = (5, SMALL, SMALL + 1, BLOCK + 7)

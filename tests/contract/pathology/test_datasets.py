@@ -255,6 +255,9 @@ def test_kaggle_in_miniature(tmp_path: Path) -> None:
     assert label == 1
     (tmp_path / "patch_id_wsi.csv").unlink()
     assert "patch_id_wsi.csv is missing: slides are unknown" in load_kaggle(tmp_path)[1].remarks
+    write_csv(tmp_path / "patch_id_wsi.csv", ("id", "wsi"), [(records[0].id, "s")])
+    said = f"{len(records) - 1} patches have no slide in patch_id_wsi.csv: each stands for itself"
+    assert said in load_kaggle(tmp_path)[1].remarks
 
 
 def test_wrong_kaggle_rows(tmp_path: Path) -> None:
@@ -382,6 +385,41 @@ def test_near_duplicates_are_found_joined_and_kept_together(tmp_path: Path) -> N
     parts = ["a"] * 13 + ["b"] * 7
     with pytest.raises(DataError, match="near-duplicates 2 and 2 more stand in parts a, b; they"):
         check_split(made, parts=parts, duplicates=found)
+
+
+def test_many_white_patches_are_one_group_in_no_time() -> None:
+    made = [Record(id=str(index), label=0) for index in range(20_000)]
+    # Twenty thousand equal ones have 200 million pairs; one differs by 2 bits, one by 40.
+    hashes = {record.id: 0 for record in made} | {"7": 3, "9": 2**40 - 1}
+    found = find_duplicates(made, hashes=hashes, distance=2)
+    assert [len(group) for group in found.groups] == [19_999]
+    assert "9" not in found.groups[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("L", r"x.tif: grey \(mode L\); stains need colour"),
+        ("I;16", r"x.tif: pixel mode I;16; convert it to 8-bit RGB"),
+        ("CMYK", r"x.tif: CMYK \(a print export\); convert it to sRGB"),
+    ],
+)
+def test_patches_without_colour_are_refused(tmp_path: Path, mode: str, said: str) -> None:
+    Image.new(mode, (96, 96)).save(tmp_path / "x.tif")
+    record = Record(id="x", label=0, path=tmp_path / "x.tif")
+    with pytest.raises(DataError, match=said):
+        FilePatches([record])[0]
+    with pytest.raises(DataError, match=said):
+        hash_files([record])
+
+
+def test_what_is_transparent_in_a_patch_is_white(tmp_path: Path) -> None:
+    image = Image.new("RGBA", (96, 96), (10, 20, 30, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 96, 48))
+    image.save(tmp_path / "x.png")
+    pixels, _ = FilePatches([Record(id="x", label=0, path=tmp_path / "x.png")])[0]
+    assert (pixels[:48] == 255).all()
+    assert (pixels[48:] == (10, 20, 30)).all()
 
 
 def test_an_empty_set_is_an_error() -> None:

@@ -138,14 +138,26 @@ def test_the_newest_of_equal_link_rows_counts_and_is_compared_with_the_plan() ->
     other = {**common, "kind": "topk-0.01", "seconds": 0.07, "bytes": 7e4}
     rows = links.newest([old, new, little, other])
     assert rows == [new, little, other]
-    assert links.predicted(other) is None
-    guess = links.predicted(new)
+    assert links.predicted(other, rows) is None
+    guess = links.predicted(new, rows)
     # 3 MB each way at 100 Mbit/s take .24 s without any loss.
     assert guess is not None
     assert 0.05 + 2 * 0.24 < guess < 0.05 + 2 * 0.24 * 1.4
     text = "\n".join(links.page(rows))
     assert "| 100 | local-0.01 | 50.0 | 70.0 |" in text
     assert text.count("| 10.00 | 85.7 |") == 2
+    # Measured apart in the same run: .01 s for an exchange of 4 MB, as long for a gather.
+    own = {"arithmetic": {"step": 0.002, "tensor": 0.0, "million": 0.02}, "tensors": 4}
+    alone = [
+        {**common, "kind": kind, "size": size, "seconds": size / 4e8, "bytes": size * 0.75}
+        for kind in ("exchange", "gather")
+        for size in (4_000, 4_000_000)
+    ]
+    rows = [{**new, **own, "seconds": 0.1}, {**little, **own}, *alone]
+    # Computation, arithmetic, both ways and one small message.
+    assert links.predicted(rows[0], rows) == pytest.approx(0.05 + 0.022 + 0.02 + 0.001, rel=0.02)
+    text = "\n".join(links.page(rows))
+    assert "2 of 2 steps lie within 15 % of what is predicted; the median is " in text
 
 
 def test_unknown_methods_are_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from planaria.errors import ConfigError, DataError
 from planaria.faithfulness.chains import Chain, Labels
-from planaria.faithfulness.control import correct
+from planaria.faithfulness.control import correct, set_intervals
 from planaria.faithfulness.estimate import score_chain
 from planaria.faithfulness.judges.calculator import CalculatorJudge
 from planaria.faithfulness.judges.panel import PanelJudge
@@ -28,9 +28,9 @@ from planaria.faithfulness.judges.protocol import (
 )
 from planaria.faithfulness.perturb import Kind, Perturbed, RulePerturber, Task
 from planaria.faithfulness.released import released_probability, released_score
-from planaria.faithfulness.scores import ChainScore, Settings
+from planaria.faithfulness.scores import ChainScore, Contrast, Settings
 from planaria.faithfulness.sequential import ConfidenceSequence, should_go_on
-from planaria.faithfulness.statistics import mean_interval
+from planaria.faithfulness.statistics import mean_interval, wilson
 
 
 class Taste:
@@ -98,6 +98,38 @@ def test_a_judge_with_a_taste_gives_a_neutral_chain_one_half(taste: str) -> None
     assert len(values) == 30
     interval = mean_interval(values, clusters=[s.chain.question_id for s in scores])
     assert interval.contains(0.5) or interval.estimate == pytest.approx(0.5, abs=0.01), interval
+
+
+def test_the_null_rate_is_part_of_the_uncertainty_of_a_set() -> None:
+    def won(win: float, kind: Kind, split: int) -> Contrast:
+        return Contrast(split=split, kind=kind, win=win, longer=0)
+
+    rng = np.random.default_rng(3)
+    covered = naive = 0
+    for trial in range(20):
+        made: list[ChainScore] = []
+        for chain in chains(20):
+            contrasts = [won(float(rng.random() < 0.6), Kind.SWAP, t) for t in (1, 2, 3)]
+            nulls = [won(float(rng.random() < 0.6), Kind.PARAPHRASE, 1)]
+            rate = sum(c.win or 0.0 for c in contrasts) / 3
+            made.append(
+                ChainScore(
+                    chain=chain, win_rate=rate, contrasts=(*contrasts, *nulls), consistency=1.0
+                )
+            )
+        fixed = correct(made)
+        found = set_intervals(fixed, seed=trial)
+        by_chain = mean_interval(
+            [s.faithfulness or 0.0 for s in fixed], clusters=[s.chain.question_id for s in fixed]
+        )
+        # Errors and paraphrases are taken alike, so F* is 0.5, clipping apart.
+        covered += found["faithfulness"].contains(0.5)
+        naive += by_chain.contains(0.5)
+        assert found["faithfulness"].estimate == pytest.approx(by_chain.estimate)
+        assert found["reliability"].low == pytest.approx(found["faithfulness"].low)
+    assert covered >= 17
+    assert naive < covered, (naive, covered)
+    assert set_intervals(correct(made[:3])) == {}
 
 
 def test_the_released_estimator_falls_for_both_tastes(chain: Chain) -> None:
@@ -256,6 +288,16 @@ def test_adaptive_sampling_stops_early_and_says_so(chain: Chain) -> None:
     early = scored([long], CalculatorJudge(), splits=15, half_width=0.3)[0]
     assert len(early.contrasts) < len(full.contrasts)
     assert any(note.startswith("stopped with ") for note in early.notes)
+    # What is reported is the sequence that was stopped by, wider than an interval that did not look.
+    sequence = ConfidenceSequence()
+    for contrast in early.contrasts:
+        if contrast.win is not None:
+            sequence.add(contrast.win)
+    assert (early.low, early.high) == (sequence.bounds().low, sequence.bounds().high)
+    n = sum(contrast.win is not None for contrast in early.contrasts)
+    low, high = wilson((early.win_rate or 0) * n, n)
+    assert early.low < low
+    assert early.high >= high
     with pytest.raises(ValueError, match="an observation is 2: it lies between 0 and 1"):
         ConfidenceSequence().add(2)
     assert should_go_on(ConfidenceSequence().bounds(), half_width=0.1, least=4)[1] == (

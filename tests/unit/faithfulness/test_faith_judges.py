@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -106,7 +107,15 @@ def test_the_calculator_compares_by_flaws() -> None:
         ("True, 95%", SUPPORTS, ("yes", 0.95)),
         ("Verdict: wrong\nConfidence: 80", VERIFY, ("wrong", pytest.approx(0.2))),
         ("incorrect", VERIFY, ("wrong", 0.0)),
-        ("yes and no", SUPPORTS, ("yes", 1.0)),
+        ("yes and no", SUPPORTS, None),
+        ("Verdict: right or wrong", VERIFY, None),
+        ("Verdict: A or B", COMPARE, None),
+        ("This step is not right.", VERIFY, ("wrong", 0.0)),
+        ("It isn't entirely correct.", VERIFY, ("wrong", 0.0)),
+        ("Verdict: not right", VERIFY, ("wrong", 0.0)),
+        ("Nothing is wrong with this step.", VERIFY, ("right", 1.0)),
+        ("It is not clear whether it is right.", VERIFY, None),
+        ("Verdict: right\nConfidence: 0", VERIFY, ("right", 0.5)),
         ("Perhaps.", SUPPORTS, None),
     ],
 )
@@ -175,6 +184,11 @@ def test_a_model_perturbs_and_unfit_alternatives_are_named(model_of: Callable) -
     assert good.changes[0].after == "2 - 3 = -1"
     same = asyncio.run(ModelPerturber(model_of(lambda p: "2 + 3 = 5")).make([task]))[0]
     assert (same.steps, same.reason) == (None, "the alternative says the same")
+    null = replace(task, kind=Kind.PARAPHRASE)
+    kept = asyncio.run(ModelPerturber(model_of(lambda p: "3 and 2 make 5")).make([null]))[0]
+    assert kept.steps == ("3 and 2 make 5",)
+    false = asyncio.run(ModelPerturber(model_of(lambda p: "2 and 3 make 6")).make([null]))[0]
+    assert (false.steps, false.reason) == (None, "a paraphrase keeps its numbers, and 5 differs")
 
 
 def test_a_panel_takes_the_mean_of_who_decided(model_of: Callable) -> None:

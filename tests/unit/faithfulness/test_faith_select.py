@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -11,9 +12,10 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from planaria.errors import DataError
-from planaria.faithfulness.chains import Chain, Labels
+from planaria.faithfulness.chains import Chain, Labels, Question
 from planaria.faithfulness.combine import FEATURES, cross_fit, features
 from planaria.faithfulness.exemplars import pick, render
+from planaria.faithfulness.formats import from_completion
 from planaria.faithfulness.meta import (
     ShorterJudge,
     corrupt,
@@ -51,6 +53,21 @@ def test_ties_are_shared_and_the_order_is_no_leak() -> None:
     assert expected_accuracy(majority, group[::-1]) == 0.5
     equal = [candidate("18", True), candidate("$18.00", True), candidate("7", False)]
     assert majority(equal) == [0.5, 0.5, 0.0]
+
+
+def test_what_equalities_connect_is_one_vote_in_any_order() -> None:
+    group = [candidate("0.333", True), candidate("0.3333", True), candidate("1/3", True)]
+    for order in itertools.permutations([*group, candidate("7", False), candidate("7.0", False)]):
+        assert expected_accuracy(majority, list(order)) == 1.0
+
+
+def test_an_option_by_its_text_and_by_its_letter_is_one_vote() -> None:
+    question = Question(text="Where?", options=(("A", "bank"), ("B", "library")), reference="B")
+    texts = ("The answer is library.", "Answer: B", "Answer: (B) library", "Answer: A", "Answer: a")
+    group = [Candidate(chain=from_completion(question, f"Books.\n{text}")) for text in texts]
+    assert [c.chain.answer for c in group] == ["B", "B", "B", "A", "A"]
+    assert majority(group) == [1 / 3, 1 / 3, 1 / 3, 0.0, 0.0]
+    assert expected_accuracy(majority, group) == 1.0
 
 
 def test_an_unscored_chain_is_neither_favoured_nor_punished() -> None:
@@ -105,6 +122,21 @@ def test_the_combiner_is_blind_to_writer_and_order() -> None:
     assert np.array_equal(features(group), features(renamed))
     assert np.allclose(features(group[::-1])[::-1], features(group))
     assert features(group).shape == (3, len(FEATURES))
+
+
+def test_the_combiner_lives_with_a_fold_that_holds_a_class_alone() -> None:
+    chains = [
+        Chain(
+            question=f"q{n}",
+            steps=(f"{n} + 1 = {n + 1}",),
+            answer=str(n),
+            labels=Labels(correct=n > 0),
+        )
+        for n in range(30)
+    ]
+    fitted = cross_fit([Candidate(chain=chain) for chain in chains], repeats=1)
+    assert all(0 <= (c.combined or 0) <= 1 for c in fitted.candidates)
+    assert fitted.candidates[0].combined == 1.0
 
 
 def test_the_combiner_refuses_too_little() -> None:
@@ -172,6 +204,21 @@ def test_meta_evaluation_by_hand() -> None:
     assert next(m for m in meta.measures if m.name == "auroc").left_out == 1
     with pytest.raises(KeyError, match="no measure 'accuracy': auroc, "):
         meta.value("accuracy")
+
+
+@pytest.mark.parametrize("outcome", ["failed", "unparsed"])
+def test_a_step_that_nobody_answered_for_is_no_miss(outcome: str) -> None:
+    lost = StepScore(outcome=outcome)
+    named = [score([0.1, 0.9], 0, False, 1), score([0.9, 0.9], None, True, 2)]
+    before = [replace(s, steps=(lost, *s.steps[1:])) for s in named]
+    meta = meta_evaluate([*named, *before])
+    for name in ("first_error_accuracy", "false_alarm_rate", "processbench_f1"):
+        found = next(m for m in meta.measures if m.name == name)
+        assert found.left_out == 2
+    assert meta.value("first_error_accuracy").estimate == 1.0
+    # Behind the named step it changes nothing.
+    after = replace(named[0], steps=(named[0].steps[0], lost))
+    assert meta_evaluate([after, named[1]]).value("first_error_accuracy").estimate == 1.0
 
 
 def test_pairs_leave_out_what_cannot_be_compared() -> None:

@@ -12,13 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from planaria.errors import ConfigError
-from planaria.optim import masks, param_groups
+from planaria.errors import CommError, ConfigError
+from planaria.optim import masks, measure, param_groups
 from planaria.optim.collectives import checksum
 from planaria.optim.commands import PlanComm
 from planaria.optim.layout import Comb, build, local_shape, pack, parts, unpack
 from planaria.optim.options import ScapeOptions
-from planaria.optim.plan_comm import CHUNK, Job, Link, advice, mask_bytes, plan, seconds, volume
+from planaria.optim.plan_comm import (
+    CHUNK,
+    Arithmetic,
+    Job,
+    Link,
+    advice,
+    mask_bytes,
+    plan,
+    seconds,
+    volume,
+)
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
@@ -235,9 +245,33 @@ def test_a_slow_link_pays_and_a_fast_one_does_not() -> None:
     assert seconds(Job(params=1, workers=1, compute=0.5), Link(mbit=1), "frozen", 0.1) < 0.51
 
 
+def test_measured_times_take_the_place_of_rates() -> None:
+    points = ((1e3, 2e-3), (1e5, 4e-3), (1e6, 94e-3))
+    link = Link(mbit=1, latency=1e-3, exchanges=points, gathers=((1e3, 2e-3),))
+    # Between the empty collective and the first point, two points, and beyond the last ones.
+    assert link.exchange(500) == pytest.approx(1.5e-3)
+    assert link.exchange(1e5) == pytest.approx(4e-3)
+    assert link.exchange(5.5e5) == pytest.approx(49e-3)
+    assert link.exchange(2e6) == pytest.approx(194e-3)
+    assert link.gather(2e3) == pytest.approx(3e-3)
+    job = Job(params=2_000_000, workers=4, compute=0.1, tensors=10)
+    own = Arithmetic(step=1e-3, tensor=1e-4, million=3e-3)
+    assert own.seconds(tensors=10, params=2_000_000) == pytest.approx(8e-3)
+    fast = Link(mbit=1e9, latency=0)
+    rows = plan(job, fast, (0.1,), {("dense", 1.0): own, ("local", 0.1): Arithmetic(million=1e-3)})
+    assert [round(row.seconds, 3) for row in rows] == [0.108, 0.11, 0.102]
+    assert rows[2].speedup == pytest.approx(0.108 / 0.102, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Arithmetic(tensor=-1), "tensor is -1; give a finite number at least 0"),
+        (
+            lambda: PlanComm(params=1, workers=2, mbit=1, compute=0, measure=3).lines(),
+            "measure is 3 and workers is 2; give the workers that share a machine, or 0 to measure "
+            "nothing",
+        ),
         (lambda: Link(mbit=0), "mbit is 0; give a finite number above 0"),
         (lambda: Link(mbit=1, latency=-1), "latency is -1; give a finite number at least 0"),
         (
@@ -274,6 +308,29 @@ def test_the_command_prints_a_table_and_advice(capsys: pytest.CaptureFixture[str
     assert lines[2].split()[:4] == ["dense", "100.00%", "6.000", "MB"]
     assert len(lines) == 8
     assert lines[-1].startswith("It pays: ")
+
+
+def test_a_measurement_on_this_machine_enters_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = PlanComm(params=1_000_000, workers=2, mbit=1e6, compute=1e-3, densities=(), measure=1)
+    assert command.run() == 0
+    lines = capsys.readouterr().out.splitlines()
+    dense = lines[2].split()
+    assert dense[0] == "dense"
+    # Computation, arithmetic and a few messages; the constant is 4 ms.
+    assert 0.001 < float(dense[4]) < 1
+
+
+def test_a_measurement_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(CommError) as caught:
+        measure.here(2, workers=2, rows=[("dense", 1.0)])
+    assert str(caught.value) == (
+        "worker 0 of the measurement failed (it said nothing); leave --measure out, or see planaria "
+        "doctor"
+    )
 
 
 def test_commands_and_plan_load_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import shutil
@@ -97,8 +98,11 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
     assert lines[-1] == "2 slides: 1 done, 1 unchanged, 0 empty, 0 failed"
     assert (out / "a" / "a.h5").stat().st_mtime_ns == before
     lines.clear()
-    Tile(slides=(folder,), out=out, px=64).run(lines.append)
+    Tile(slides=(folder,), out=out, px=64, png=True).run(lines.append)
     assert lines[-1].startswith("2 slides: 2 done, 0 unchanged")
+    Tile(slides=(folder,), out=out, px=96, png=True).run(lines.append)
+    sizes = {np.asarray(Image.open(path)).shape for path in (out / "a" / "tiles").iterdir()}
+    assert sizes == {(96, 96, 3)}
 
 
 def test_the_table_of_resolutions(tmp_path: Path) -> None:
@@ -241,6 +245,36 @@ def test_a_gleason_model_grades_and_maps(cmu: Path, gleason_model: Path, tmp_pat
     heat = load_heat(tmp_path / cmu.stem / "heat.npz")
     assert heat.label == "expected ISUP grade"
     assert 20 < facts["tiles"] < 80
+
+
+def test_a_model_without_pbir_sees_the_whole_slide_as_in_training(
+    cmu: Path, gleason_model: Path
+) -> None:
+    import torch
+
+    from planaria.pathology.boards import whole_board
+    from planaria.pathology.bundle import grade_loss
+    from planaria.pathology.colour import to_unit
+    from planaria.pathology.predict import predict_slide
+    from planaria.pathology.slides import open_slide
+
+    card, model = load_bundle(gleason_model)
+    card = dataclasses.replace(card, board=dataclasses.replace(card.board, pbir=False))
+    slide = open_slide(cmu)
+    found = predict_slide(slide, card=card, model=model)
+    pixels = to_unit(torch.from_numpy(whole_board(slide, config=card.board))[None])
+    with torch.no_grad():
+        seen = grade_loss(card).score(model(pixels))
+    assert found.score == pytest.approx(float(seen), abs=1e-5)
+    assert found.rule == "expected grade of the whole slide on one board"
+    # 2220 x 2967 px in the middle of a square board of 8 x 8 cells: the first column is white.
+    grid = found.heat.grid
+    assert (grid.columns, grid.rows, grid.y) == (8, 8, 0)
+    assert grid.step * 8 == pytest.approx(2967)
+    assert grid.x == pytest.approx((2220 - 2967) / 2, abs=2967 / 256)
+    assert np.isnan(found.heat.values[:, 0]).all()
+    assert found.tiles > 10
+    slide.close()
 
 
 def test_rules_from_tiles_to_slides(metastasis_model: Path, gleason_model: Path) -> None:

@@ -52,6 +52,25 @@ def test_overlapping_tiles_have_a_finer_grid(tmp_path: Path) -> None:
     assert (places.grid.side, places.grid.step, places.grid.columns) == (512, 256, 4)
 
 
+def test_grids_that_start_anew_at_each_contour_have_their_own_step(tmp_path: Path) -> None:
+    one = [(x, y) for y in (0, 256, 512) for x in (0, 256)]
+    other = [(x + 1037, y + 3) for x, y in one]
+    path = tmp_path / "clam.h5"
+    with h5py.File(path, "w") as file:
+        file["features"] = VALUES
+        file["coords"] = np.array(one + other)
+    places = read_places(path)
+    assert (places.grid.side, places.grid.step) == (256, 256)
+    assert len(np.unique(places.cells, axis=0)) == 12
+    with h5py.File(path, "a") as file:
+        file["coords"][...] = np.arange(24).reshape(12, 2) * 100
+    assert read_places(path).grid.step == 200
+    with h5py.File(path, "w") as file:
+        file["features"] = VALUES[:1]
+        file["coords"] = np.array([(5, 7)])
+    assert (read_places(path).grid.step, read_places(path).grid.columns) == (256, 1)
+
+
 def test_what_is_no_file_of_features(tmp_path: Path) -> None:
     def said(write: object, *, values: np.ndarray | None = None, key: str = "features") -> str:
         path = tmp_path / "x.h5"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from planaria.errors import ConfigError, DataError
+from planaria.pathology.intervals import binary_intervals, grade_intervals, per_centre
 from planaria.pathology.metrics import (
     OneClassWarning,
     apply_thresholds,
@@ -86,6 +87,50 @@ def test_bootstrap_draws_slides() -> None:
     assert by_slide.high - by_slide.low > 2 * (by_patch.high - by_patch.low)
     again = bootstrap(accuracy, truth, called, groups=slides, draws=300)
     assert again == by_slide
+
+
+def test_all_intervals_at_once_are_those_of_one_after_the_other() -> None:
+    rng = np.random.default_rng(1)
+    slides = rng.integers(0, 12, 300)
+    truth = rng.integers(0, 2, 300)
+    probability = np.round(np.clip(truth * 0.3 + rng.random(300) * 0.7, 0, 1), 2)
+    found = binary_intervals(truth, probability, groups=slides, threshold=0.6, draws=100)
+    for name in ("accuracy", "auc", "sensitivity", "specificity", "precision", "f1"):
+        single = bootstrap(
+            lambda y, p, name=name: getattr(binary_report(y, p, threshold=0.6), name),
+            truth,
+            probability,
+            groups=slides,
+            draws=100,
+        )
+        for part in ("value", "low", "high", "groups"):
+            assert found[name][part] == pytest.approx(getattr(single, part), abs=1e-12)
+    given, said = rng.integers(0, 6, 300), rng.integers(0, 6, 300)
+    grades = grade_intervals(given, said, groups=slides, classes=6, draws=100)
+    single = bootstrap(lambda y, p: kappa(y, p, classes=6), given, said, groups=slides, draws=100)
+    for part in ("value", "low", "high"):
+        assert grades["kappa"][part] == pytest.approx(getattr(single, part), abs=1e-12)
+
+
+def test_intervals_of_what_is_not_defined() -> None:
+    ones = binary_intervals([1] * 6, [0.9] * 6, groups=range(6), threshold=0.5, draws=10)
+    assert (ones["sensitivity"]["low"], ones["sensitivity"]["high"]) == (1.0, 1.0)
+    assert ones["specificity"]["reason"] == "only 0 of 10 bootstrap draws define it"
+    assert math.isnan(ones["auc"]["value"])
+    one = grade_intervals([3] * 6, [3] * 6, groups=range(6), classes=6, draws=10)
+    assert (one["kappa"]["value"], one["kappa"]["low"]) == (1.0, 1.0)
+    split = per_centre(
+        lambda y, p, g: binary_intervals(y, p, groups=g, threshold=0.5, draws=10),
+        [0, 1] * 6,
+        [0.1, 0.9] * 6,
+        range(12),
+        centres=["a"] * 8 + ["b"] * 4,
+    )
+    assert split["centres"]["a"]["auc"]["low"] == 1.0
+    assert split["centres"]["b"]["auc"]["value"] == 1.0
+    assert split["centres"]["b"]["auc"]["reason"] == (
+        "4 groups are too few for an interval; it needs at least 5"
+    )
 
 
 def test_too_few_groups_for_an_interval() -> None:

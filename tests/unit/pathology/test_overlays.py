@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import uuid
 from pathlib import Path
@@ -154,6 +155,24 @@ def test_value_at_a_place() -> None:
     assert found.at(1000 + 256.5 * 3.5, 500 + 256.5 * 1.5) == pytest.approx(0.2)
     assert found.at(1000 + 256.5 * 2.5, 510) is None
     assert found.at(0, 0) is None
+
+
+def test_where_tiles_overlap_a_value_stands_in_the_middle_of_its_tile() -> None:
+    grid = Grid(columns=5, rows=3, side=200.0, step=100.0, x=1000.0, y=500.0)
+    found = dataclasses.replace(heat(), grid=grid)
+    assert found.corner == (1050.0, 550.0)
+    assert heat().corner == (1000.0, 500.0)
+    assert found.at(1040, 600) is None
+    for row, column in np.ndindex(3, 5):
+        x, y = grid.place(column, row)
+        value = found.values[row, column]
+        expected = None if np.isnan(value) else pytest.approx(float(value))
+        assert found.at(x + 100, y + 100) == expected
+    ring = features(found, info=INFO, threshold=0.5)["features"][0]["geometry"]["coordinates"][0]
+    assert ring[0] == [50, 50]
+    white = np.full((40, 60, 3), 255, np.uint8)
+    tinted = over_thumbnail(white, heat=found, origin=(1000.0, 500.0), down=10.0) < 255
+    assert np.argwhere(tinted.any(axis=2)).min(axis=0).tolist() == [5, 5]
 
 
 def test_colours_and_transparency() -> None:

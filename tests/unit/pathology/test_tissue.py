@@ -133,6 +133,7 @@ def test_a_sliver_of_tissue_under_a_tile_counts() -> None:
     assert mask_fraction(found, x=39.0, y=39.0, side=1.5) == 0.25
     assert mask_fraction(found, x=0, y=0, side=32) == 0.0
     assert mask_fraction(found, x=800, y=0, side=32) == 0.0
+    assert mask_fraction(found, x=-64, y=0, side=32) == 0.0
 
 
 def test_configuration_errors() -> None:

@@ -27,7 +27,7 @@ from planaria.faithfulness.judges.protocol import (
     decide,
     tie,
 )
-from planaria.faithfulness.numbers import CONSTANTS, Number, find_numbers
+from planaria.faithfulness.numbers import CONSTANTS, MULTIPLES, Number, find_numbers
 
 Exact: TypeAlias = int | Fraction
 """A value in a set: whole numbers as ``int``, which hashes ten times as fast as its equal
@@ -339,6 +339,9 @@ def supports(request: Supports, *, found: ChainReport | None = None) -> Verdict:
 def _same(one: Fraction, value: Fraction, written: str) -> bool:
     if one == value or ("%" in written and one == value * 100):
         return True
+    words = written.lower().split()
+    if any(word in MULTIPLES and one * MULTIPLES[word] == value for word in words):
+        return True  # "2 + 3 = 5 million" derives 5
     return one.denominator > 10**6 and abs(one - value) <= abs(value) * Fraction(1, 10**4)
 
 

@@ -28,7 +28,7 @@ from planaria.faithfulness.judges.protocol import (
     Verdict,
     Verify,
 )
-from planaria.faithfulness.perturb import Perturbed, Task, check, diff
+from planaria.faithfulness.perturb import Kind, Perturbed, Task, changed_numbers, check, diff
 from planaria.faithfulness.segment import segment
 
 if TYPE_CHECKING:
@@ -76,6 +76,23 @@ def usage_of(output: ModelOutput) -> Usage:
         output_tokens=usage.output_tokens,
         money=getattr(usage, "total_cost", None) or 0.0,
     )
+
+
+def written(output: ModelOutput) -> str:
+    """What a model wrote; reasoning that its provider returns apart stands between thinking tags
+    before it, or its summary where the provider keeps the reasoning to itself."""
+    from inspect_ai.model import ContentReasoning
+
+    content = output.choices[0].message.content if output.choices else ""
+    parts = [] if isinstance(content, str) else content
+    thoughts = [
+        (part.summary or "") if part.redacted else part.reasoning
+        for part in parts
+        if isinstance(part, ContentReasoning)
+    ]
+    thinking = "\n".join(thought for thought in thoughts if thought.strip())
+    text = output.completion
+    return f"<think>{thinking}</think>\n{text}" if thinking else text
 
 
 async def ask_model(
@@ -235,6 +252,8 @@ class ModelPerturber:
         if not steps:
             return Perturbed(steps=None, reason="the model wrote nothing", usage=usage)
         problem = check(task.continuation, steps)
+        if task.kind is Kind.PARAPHRASE and not problem:
+            problem = changed_numbers(task.continuation, steps)
         if problem:
             return Perturbed(steps=None, reason=problem, usage=usage)
         return Perturbed(steps=steps, changes=diff(task.continuation, steps), usage=usage)

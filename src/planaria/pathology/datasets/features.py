@@ -69,7 +69,8 @@ def read_features(path: Path) -> NDArray[np.float32]:
 def read_places(path: Path) -> Places:
     """Where the tiles of a file lie, and their grid.
 
-    The side comes from TRIDENT's attributes, else from the smallest distance between two places.
+    The side comes from TRIDENT's attributes, else it is the most frequent distance of neighbours in
+    a row or a column: CLAM starts a new grid at each contour, so the smallest may be one pixel.
     DataError without ``coords``, or where they lie on no grid.
     """
     with _reading(path) as file:
@@ -87,8 +88,7 @@ def read_places(path: Path) -> Places:
     side = float(stated.get("patch_size_level0", 0))
     step = side * (1 - float(stated.get("overlap", 0)) / float(stated.get("patch_size", 1)))
     if not step > 0:
-        gaps = [np.diff(np.unique(xy[:, axis])) for axis in (0, 1)]
-        step = side = float(min((gap.min() for gap in gaps if len(gap)), default=256))
+        step = side = _usual_distance(xy)
     low = xy.min(axis=0)
     cells = np.round((xy - low) / step).astype(np.int64)
     columns, rows = (int(n) + 1 for n in cells.max(axis=0))
@@ -99,6 +99,22 @@ def read_places(path: Path) -> Places:
         )
     grid = Grid(columns=columns, rows=rows, side=side, step=step, x=float(low[0]), y=float(low[1]))
     return Places(xy=xy, grid=grid, cells=cells)
+
+
+def _usual_distance(xy: NDArray[np.int64]) -> float:
+    """The most frequent distance from a place to the next in its row or column; 256 for one alone."""
+    found: list[NDArray[np.int64]] = []
+    for along, across in ((0, 1), (1, 0)):
+        placed = xy[np.lexsort((xy[:, along], xy[:, across]))]
+        step = np.diff(placed, axis=0)
+        found.append(step[(step[:, across] == 0) & (step[:, along] > 0), along])
+    gaps = np.concatenate(found)
+    if len(gaps) == 0:
+        # No two share a row or a column: the smallest distance of two columns or rows is left.
+        gaps = np.concatenate([np.diff(np.unique(xy[:, axis])) for axis in (0, 1)])
+        return float(gaps.min()) if len(gaps) else 256.0
+    values, counts = np.unique(gaps, return_counts=True)
+    return float(values[np.argmax(counts)])
 
 
 def find_features(folder: Path, name: str) -> Path:

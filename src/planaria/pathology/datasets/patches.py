@@ -22,6 +22,7 @@ from planaria.pathology.datasets.records import (
     read_table,
     validate,
 )
+from planaria.pathology.slides import refuse_mode
 
 PX = 96
 """Pixels along one side of a patch."""
@@ -118,7 +119,11 @@ def load_kaggle(folder: Path) -> tuple[list[Record], Validation]:
         )
         for number, row in enumerate(rows, start=2)
     ]
-    unknown = [name for name in slides if name not in {record.id for record in records}]
+    known = {record.id for record in records}
+    unknown = [name for name in slides if name not in known]
+    alone = sum(record.slide is None for record in records) if slides else 0
+    if alone:
+        remarks.append(f"{alone} patches have no slide in patch_id_wsi.csv: each stands for itself")
     problems = (
         [f"patch_id_wsi.csv: id {unknown[0]!r} is not in train_labels.csv"] if unknown else []
     )
@@ -167,7 +172,10 @@ class H5Patches:
 
 
 class FilePatches:
-    """Patches of image files: (uint8 array [px, px, 3], label) by index."""
+    """Patches of image files: (uint8 array [px, px, 3], label) by index.
+
+    DataError for an image of another size, or that is grey, 16-bit or CMYK.
+    """
 
     def __init__(self, records: Sequence[Record], *, px: int = PX) -> None:
         self._records = list(records)
@@ -182,7 +190,8 @@ class FilePatches:
             raise DataError(f"{record.id}: a record without a file")
         try:
             with Image.open(record.path) as image:
-                pixels = np.array(image.convert("RGB"))
+                refuse_mode(record.path, image.mode)
+                pixels = np.array(_on_white(image))
         except (UnidentifiedImageError, OSError) as error:
             raise DataError(
                 f"{record.path.name}: cannot be read ({error}); copy it again"
@@ -192,6 +201,14 @@ class FilePatches:
                 f"{record.path.name}: {pixels.shape[1]}x{pixels.shape[0]} px; expected {self._px} px"
             )
         return pixels, record.label
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """The image in RGB; what is transparent is glass, and not black."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    over = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
 
 
 def _array(

@@ -18,6 +18,10 @@ from PIL import Image
 
 from planaria.errors import ConfigError, DataError
 from planaria.pathology.datasets.records import Record
+from planaria.pathology.slides import refuse_mode
+
+BLOCK = 2**20
+"""Pairs of hashes that are compared at once: 10 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +58,27 @@ def find_duplicates(
 ) -> Duplicates:
     """Groups of records whose hashes differ by at most ``distance`` bits, directly or in a chain.
 
-    Compares all pairs in blocks: 10,000 images take some seconds and 2 MiB.
+    Compares all pairs of different hashes in blocks of 10 MiB; the time grows with their square.
     """
     if not 0 <= distance <= 32:
         raise ConfigError(f"distance is {distance}; 0 to 32 of 64 bits")
     missing = [record.id for record in records if record.id not in hashes]
     if missing:
         raise DataError(f"{missing[0]!r} has no hash ({len(missing)} such images)")
-    values = np.array([hashes[record.id] for record in records], dtype=np.uint64)
-    parent = list(range(len(records)))
-    for start in range(0, len(values), 256):
-        block = values[start : start + 256]
-        differing = np.bitwise_count(block[:, None] ^ values[None, :])
+    # Equal hashes (thousands of white patches) are one from the start.
+    every = np.array([hashes[record.id] for record in records], dtype=np.uint64)
+    values, code = np.unique(every, return_inverse=True)
+    parent = list(range(len(values)))
+    rows = max(BLOCK // max(len(values), 1), 1)
+    for start in range(0, len(values), rows):
+        block = values[start : start + rows]
+        differing = np.bitwise_count(block[:, None] ^ values[None, start:])
         for left, right in np.argwhere(differing <= distance).tolist():
-            if start + left < right:
-                _join(parent, start + left, right)
+            if left < right:
+                _join(parent, start + left, start + right)
     groups: dict[int, list[int]] = defaultdict(list)
-    for index in range(len(records)):
-        groups[_root(parent, index)].append(index)
+    for index, number in enumerate(code.tolist()):
+        groups[_root(parent, number)].append(index)
     found = [members for members in groups.values() if len(members) > 1]
     return Duplicates(
         groups=tuple(tuple(records[i].id for i in members) for members in found),
@@ -81,8 +88,8 @@ def find_duplicates(
 
 
 def hash_files(records: Iterable[Record], *, px: int | None = None) -> dict[str, int]:
-    """The hash of each record's image file; DataError for one that cannot be read, or whose sides
-    are not ``px``."""
+    """The hash of each record's image file; DataError for one that cannot be read, is no 8-bit
+    colour, or whose sides are not ``px``."""
     out: dict[str, int] = {}
     for record in records:
         path: Path | None = record.path
@@ -90,6 +97,7 @@ def hash_files(records: Iterable[Record], *, px: int | None = None) -> dict[str,
             raise DataError(f"{record.id}: a record without a file; hash its pixels instead")
         try:
             with Image.open(path) as image:
+                refuse_mode(path, image.mode)
                 if px is not None and image.size != (px, px):
                     raise DataError(
                         f"{path.name}: {image.size[0]}x{image.size[1]} px; expected {px} px"

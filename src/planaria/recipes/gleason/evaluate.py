@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,14 +15,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from planaria.errors import DataError
+from planaria.pathology.intervals import grade_intervals, per_centre
 from planaria.pathology.losses import GradeLoss
 from planaria.pathology.metrics import (
     apply_thresholds,
-    bootstrap,
     by_centre,
     fit_thresholds,
     grade_report,
-    kappa,
 )
 from planaria.pathology.training import autocast, share
 from planaria.recipes.gleason.config import GleasonConfig
@@ -71,7 +69,7 @@ def expected_grades(
 def measure(
     part: Part, score: NDArray[np.float64], *, cuts: Sequence[float] = ROUNDING
 ) -> dict[str, Any]:
-    """Accuracy, kappa and confusion at ``cuts``, overall and per centre, with kappa's interval."""
+    """Accuracy, kappa and confusion at ``cuts``, overall and per centre, with intervals by slide."""
     grade = apply_thresholds(score, cuts)
     result: dict[str, Any] = asdict(
         by_centre(
@@ -81,14 +79,13 @@ def measure(
             centres=part.centres,
         )
     )
-    try:
-        result["kappa_interval"] = asdict(
-            bootstrap(
-                lambda y, p: kappa(y, p, classes=CLASSES), part.labels, grade, groups=part.names
-            )
-        )
-    except DataError as error:
-        result["kappa_interval"] = {"value": math.nan, "reason": str(error)}
+    result["intervals"] = per_centre(
+        lambda y, p, g: grade_intervals(y, p, groups=g, classes=CLASSES),
+        part.labels,
+        grade,
+        part.names,
+        centres=part.centres,
+    )
     return result
 
 

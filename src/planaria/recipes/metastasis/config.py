@@ -123,7 +123,7 @@ class MetastasisConfig:
     """BatchNorm's: MONAI's 0.01 needs more steps than small sets have."""
 
     clip: float | None = 1.0
-    """Largest norm of the gradient; None does not clip."""
+    """Largest norm of the gradient; None does not clip (strict only; the paper's is not clipped)."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast of the forward pass."""
@@ -135,10 +135,12 @@ class MetastasisConfig:
     """Evaluations without a better AUC after which training ends; 0 never ends early."""
 
     views: int = 8
-    """Turns and mirrorings that a patch's probability is averaged over in the end, 1 to 8."""
+    """Turns and mirrorings that a patch's probability is averaged over in the end, 1 to 8 (strict
+    only; the paper looks at the patch as it is)."""
 
     sensitivity: float = 0.95
-    """What the operating point, chosen on the validation part, reaches there."""
+    """What the operating point, chosen on the validation part, reaches there (strict only; the
+    paper's is 0.5)."""
 
     distance: int = 4
     """Bits of 64 up to which two images count as near-duplicates; -1 does not look for any."""
@@ -201,6 +203,16 @@ class MetastasisConfig:
     def fill(self) -> str:
         """What random center cropping pads with."""
         return "zeros" if self.preset == "paper" else "reflect"
+
+    @property
+    def largest_norm(self) -> float | None:
+        """Where the gradient's norm is clipped; None nowhere."""
+        return None if self.preset == "paper" else self.clip
+
+    @property
+    def averaged_over(self) -> int:
+        """Turns and mirrorings of a patch that are looked at in the end."""
+        return 1 if self.preset == "paper" else self.views
 
     @property
     def cache_folder(self) -> Path:

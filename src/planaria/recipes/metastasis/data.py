@@ -186,7 +186,7 @@ def _pcam(folder: Path, features: Path | None) -> Prepared:
         valid=parts[1],
         test=parts[2],
         name="PCam, official split",
-        by="slide",
+        by=_kept_together(everything),
         remarks=tuple(remarks),
     )
 
@@ -221,16 +221,21 @@ def _split(records: list[Record], found: Validation, config: MetastasisConfig) -
         records, folds=min(10, max(3, count)), seed=config.seed, duplicates=duplicates
     )
     parts = np.where(folds == 0, "test", np.where(folds == 1, "valid", "train"))
-    by = records[0].unit.split(" ")[0]
     return _prepared(
         records,
         parts,
         names=("train", "valid", "test"),
-        by=by,
+        by=_kept_together(records),
         found=found,
         remarks=remarks,
         features=config.features,
     )
+
+
+def _kept_together(records: Sequence[Record]) -> str:
+    """What a split of ``records`` can keep together: ``slide``; ``image and slide`` where some of
+    the slides are unknown."""
+    return " and ".join(sorted({record.unit.split(" ")[0] for record in records}))
 
 
 def _by_image(records: Sequence[Record], *, seed: int) -> NDArray[np.str_]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from planaria.errors import DataError
 from planaria.pathology.colour import to_unit
 from planaria.pathology.datasets.features import Bags
 from planaria.pathology.files import atomic
-from planaria.pathology.metrics import auc, binary_report, bootstrap, by_centre
+from planaria.pathology.intervals import binary_intervals, per_centre
+from planaria.pathology.metrics import binary_report, by_centre
 from planaria.pathology.training import autocast, share
 from planaria.recipes.metastasis.data import Part
 
@@ -67,20 +66,21 @@ def views(x_B3HW: Tensor, count: int) -> list[Tensor]:
 
 
 def measure(part: Part, probability: NDArray[np.float64], *, threshold: float) -> dict[str, Any]:
-    """Pooled measures, overall and per centre, with the AUC's interval by slide."""
+    """Pooled measures, overall and per centre, each with its interval by slide or patient."""
     found = by_centre(
         lambda y, p: binary_report(y, p, threshold=threshold),
         part.labels,
         probability,
         centres=part.centres,
     )
-    result: dict[str, Any] = asdict(found)
-    try:
-        interval = asdict(bootstrap(auc, part.labels, probability, groups=part.groups))
-    except DataError as error:
-        interval = {"value": math.nan, "reason": str(error)}
-    result["auc_interval"] = interval
-    return result
+    intervals = per_centre(
+        lambda y, p, g: binary_intervals(y, p, groups=g, threshold=threshold),
+        part.labels,
+        probability,
+        part.groups,
+        centres=part.centres,
+    )
+    return asdict(found) | {"intervals": intervals}
 
 
 def write_predictions(path: Path, part: Part, *, probability: NDArray[np.float64]) -> None:

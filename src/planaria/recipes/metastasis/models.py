@@ -27,9 +27,8 @@ def colours(data: Prepared, config: MetastasisConfig) -> ColourStatistics:
         return ColourStatistics(mean=PAPER_MEAN, std=PAPER_STD)
     count = len(data.train.labels)
     ids = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
-    return statistics(
-        to_unit(torch.from_numpy(data.train.batch(part)[0])) for part in np.array_split(ids, 16)
-    )
+    parts = np.array_split(ids, -(-len(ids) // 128))
+    return statistics(to_unit(torch.from_numpy(data.train.batch(part)[0])) for part in parts)
 
 
 def card(data: Prepared, config: MetastasisConfig) -> ModelCard:

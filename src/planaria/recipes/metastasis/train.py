@@ -112,7 +112,7 @@ class Job:
             sparse=config.sparse,
             weight_decay=config.weight_decay,
             decay_vectors=True,
-            max_norm=config.clip,
+            max_norm=config.largest_norm,
             lr=config.lr,
         )
 
@@ -170,7 +170,7 @@ class Job:
         weight = None if self.weights is None else self.weights[labels]
         loss = binary_cross_entropy_with_logits(logits.float(), labels.float(), weight=weight)
         loss.backward()
-        clipped = training.clip(self.model, self.optimizer, config.clip)
+        clipped = training.clip(self.model, self.optimizer, config.largest_norm)
         attempt.consumed(ids.tolist())
         attempt.finite(loss if clipped is None else loss + 0.0 * clipped)
         self.optimizer.step()
@@ -196,27 +196,36 @@ class Job:
             average=average,
         )
 
+    def operating_point(self, probability: NDArray[np.float64]) -> tuple[float, str]:
+        """The threshold for the validation part's probabilities, and what chose it."""
+        if self.config.preset == "paper":
+            return 0.5, "nothing: it is fixed"
+        wanted = self.config.sensitivity
+        cut = operating_point(self.data.valid.labels, probability, sensitivity=wanted)
+        return float(np.clip(cut, 1e-6, 1 - 1e-6)), f"sensitivity {wanted:g} on the validation part"
+
     def finish(self) -> None:
         """The operating point, the one look at the test part, and the files; a collective."""
         config = self.config
         self.network.load_state_dict(self.best.state)
-        valid = self.probabilities("valid", average=config.views)
-        cut = operating_point(self.data.valid.labels, valid, sensitivity=config.sensitivity)
-        cut = float(np.clip(cut, 1e-6, 1 - 1e-6))
+        valid = self.probabilities("valid", average=config.averaged_over)
+        cut, chosen = self.operating_point(valid)
         results: dict[str, Any] = {
             "data": self.data.name,
             "split_by": self.data.by,
             "remarks": [*self.data.remarks, DISCLAIMER],
             "threshold": cut,
-            "chosen_by": f"sensitivity {config.sensitivity:g} on the validation part",
+            "chosen_by": chosen,
             "best_step": self.best.step,
-            "averaged_over": 1 if isinstance(self.data.valid.patches, Bags) else config.views,
+            "averaged_over": 1
+            if isinstance(self.data.valid.patches, Bags)
+            else config.averaged_over,
             "valid": measure(self.data.valid, valid, threshold=cut),
         }
         tested = self.data.test
         found = valid
         if tested is not None:
-            found = self.probabilities("test", average=config.views)
+            found = self.probabilities("test", average=config.averaged_over)
             results["test"] = measure(tested, found, threshold=cut)
         if dist.is_initialized():
             dist.barrier()

@@ -89,6 +89,17 @@ SPARSE_REFUSED: list[tuple[dict[str, Any], str]] = [
         {"unsent": "local", "outer_momentum": 1.0},
         "outer_momentum is 1; give a number in [0, 1)",
     ),
+    (
+        {"statistic": "size"},
+        "statistic is 'size'; choose one of momentum, aged, gradient, cycle",
+    ),
+    ({"wire": "int2"}, "wire is 'int2'; choose one of float32, bfloat16, int8, int4"),
+    ({"scale_cap": 0.5}, "scale_cap is 0.5; give a number at least 1"),
+    (
+        {"unsent": "local", "statistic": "cycle"},
+        "statistic: cycle is set, and unsent is 'local', which sends every weight in turn; leave it "
+        "out, or use unsent = frozen",
+    ),
 ]
 
 
@@ -102,6 +113,14 @@ def test_sparse_options_are_refused_in_one_line(changes: dict[str, Any], message
 
 def test_sparse_options_that_are_not_given_are_those_of_scape() -> None:
     assert SparseConfig().choices() == {"density": 0.01, "unsent": "frozen"}
+    cycle = SparseConfig(density=0.077, statistic="cycle", wire="int4", scale_cap=50)
+    assert cycle.choices() == {
+        "density": 0.077,
+        "unsent": "frozen",
+        "statistic": "cycle",
+        "wire": "int4",
+        "scale_cap": 50,
+    }
     local = SparseConfig(unsent="local", outer_momentum=0.5, dense_steps=20)
     assert local.choices() == {"density": 0.01, "unsent": "local", "outer_momentum": 0.5}
 

@@ -106,7 +106,9 @@ def test_the_papers_preset(tmp_path: Path) -> None:
     what = card(data, config)
     assert what.target.mean == (0.70017, 0.54368, 0.69611)
     assert config.fill == "zeros"
+    assert (config.largest_norm, config.averaged_over) == (None, 1)
     job = Job(config, data)
+    assert job.operating_point(np.zeros(3)) == (0.5, "nothing: it is fixed")
     job.order = type(job).build.__globals__["SampleOrder"](samples=128, seed=0, world=1, batch=32)
     assert [job.rate(done) for done in (0, 15 * 4 - 1, 15 * 4, 23 * 4)] == pytest.approx(
         [1, 1, 0.1, 0.01]
@@ -136,7 +138,7 @@ def test_views_and_measures(tmp_path: Path) -> None:
     result = measure(data.valid, data.valid.labels.astype(float), threshold=0.5)
     assert result["overall"]["auc"] == 1.0
     assert (
-        result["auc_interval"]["reason"]
+        result["intervals"]["overall"]["auc"]["reason"]
         == "1 groups are too few for an interval; it needs at least 5"
     )
 
