@@ -117,7 +117,8 @@ def test_a_checkpoint_goes_on_at_another_number_of_workers(tmp_path: Path, kind:
     expected = whole.holdings[0]["curve"]
     for workers in (2, 3):
         out = tmp_path / str(workers)
-        shutil.copytree(tmp_path / "4" / "checkpoints", out / "checkpoints")
+        written = tmp_path / "4" / "checkpoints" / "step-24"
+        shutil.copytree(written, out / "checkpoints" / written.name)
         again = run(job, out, workers=workers, spares=0)
         assert again.code == 0
         assert again.events("all_committed")[0]["generation"] == 24
