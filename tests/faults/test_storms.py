@@ -40,14 +40,14 @@ def test_a_kill_at_every_second_step(tmp_path: Path, calm: Callable[..., Outcome
 
 def test_rapid_kills_from_outside(tmp_path: Path, calm: Callable[..., Outcome]) -> None:
     """Random workers and spares, also while the last loss is being recovered from."""
-    job = Job(kind="fsdp", steps=60, final="")
+    job = Job(kind="fsdp", steps=40, final="")
     kills = 0
 
     def script(out: Path) -> None:
         nonlocal kills
         generator = random.Random(0)
         until(lambda: committed(out) >= 2)
-        while committed(out) < job.steps - 8 and kills < 25:
+        while committed(out) < job.steps - 8 and kills < 15:
             before = epochs(out)
             living = [
                 w for w in sorted(owners_of(out).values()) if psutil.pid_exists(pid_of(out, w))
