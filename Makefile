@@ -33,6 +33,9 @@ demo: $(STAMP)
 	$(VENV)/bin/planaria demo
 
 test: $(STAMP)
+	@# As pip does for what it installs: where Python may write no bytecode, hundreds of short-lived
+	@# processes would each compile the sources anew.
+	@$(PY) -m compileall -q src
 	$(PY) -m pytest tests
 
 check: $(STAMP)
