@@ -250,17 +250,45 @@ def null_control(scores: Sequence[ChainScore]) -> list[str]:
             held.append((score.faithfulness, score.chain.question_id))
     rows = [
         (name, mean_interval([v for v, _ in some], clusters=[q for _, q in some]), len(some))
-        for name, some in (("raw win rate", raw), ("after correction, held out", held))
+        for name, some in (
+            ("raw win rate", raw),
+            ("after correction, held out", held),
+            ("the same of each contrast, not clipped", unclipped(pretended)),
+        )
     ]
     return [
         "## Null control, embedded",
         "",
         "How often the original is taken over its paraphrase, on GSM8K chains: raw, and after "
         "the correction that the other questions' paraphrases give. One half is no taste. The "
-        "corrected score is clipped to [0, 1] for each chain.",
+        "corrected score is clipped to [0, 1] for each chain, which lifts the mean where a judge "
+        "takes nearly always the original: a chain that loses all its contrasts would be below 0.",
         "",
         *table(("", "value and 95 % interval", "n"), rows),
     ]
+
+
+def unclipped(scores: Sequence[ChainScore]) -> list[tuple[float, str]]:
+    """0.5 + win - null rate of each paraphrase, the rate that of other questions' of its length."""
+    nulls = [
+        (s.chain.question_id, c.longer, c.win)
+        for s in scores
+        for c in s.contrasts
+        if c.kind is Kind.PARAPHRASE and c.win is not None
+    ]
+    tally: dict[tuple[str, int], list[float]] = {}
+    for question, longer, win in nulls:
+        tally.setdefault((question, longer), []).append(win)
+    wins, counts = Counter[int](), Counter[int]()
+    for (_, longer), some in tally.items():
+        wins[longer] += sum(some)
+        counts[longer] += len(some)
+    found: list[tuple[float, str]] = []
+    for question, longer, win in nulls:
+        own = tally[question, longer]
+        if others := counts[longer] - len(own):
+            found.append((0.5 + win - (wins[longer] - sum(own)) / others, question))
+    return found
 
 
 async def prmbench(data: Path) -> list[str]:
