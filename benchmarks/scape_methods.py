@@ -68,7 +68,9 @@ def setup(
         return model, Sharded(torch.optim.AdamW, groups, **options)
     first = checks.steps("dense_steps", options.pop("dense_steps"), total=total_steps or 0)
     if family == "powersgd":
-        ddp = DistributedDataParallel(model)
+        # One bucket: the hook's own callbacks send, and those of two buckets come in another order
+        # on each worker, which gloo, without names for what it carries, takes for one another.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1024)
         shapes = [p.shape for p in model.parameters()]
         state = peers.powersgd(shapes, density=density, dense_steps=first)
         ddp.register_comm_hook(state, powerSGD_hook)
