@@ -47,3 +47,5 @@ def test_a_reader_that_has_seen_enough_ends_nothing() -> None:
     with open(writing, "w", encoding="utf-8") as pipe:
         capabilities._say("first", to=pipe)
         capabilities._say("second", to=pipe)
+        # What is written from now on goes nowhere, and Python's own last flush, too.
+        assert os.fstat(pipe.fileno()).st_rdev == os.stat(os.devnull).st_rdev

@@ -239,13 +239,7 @@ def _gleason(
         for tile, value in zip(tiles, _tile_grades(tiles, card, model, board), strict=True):
             values[tile.row, tile.column] = value
     count = int((~np.isnan(values)).sum())
-    heat = HeatMap(
-        values=values,
-        grid=grid,
-        low=0.0,
-        high=float(card.classes - 1),
-        label="expected ISUP grade",
-    )
+    heat = _grade_map(values, grid=grid, card=card)
     rule = f"expected grade of the best {board.tiles} tiles, mean of {config.shifts} boards"
     stack = cut_tiles(slide, config=board, tissue_config=tissue_config, tissue=tissue)
     if len(stack.pixels) == 0:
@@ -292,18 +286,17 @@ def _whole(
         part = mask_fraction(tissue, x=x - bounds.x, y=y - bounds.y, side=step)
         if part == 0 or part < config.min_tissue:
             values[row, column] = np.nan
-    heat = HeatMap(
-        values=values,
-        grid=grid,
-        low=0.0,
-        high=float(card.classes - 1),
-        label="expected ISUP grade",
-    )
+    heat = _grade_map(values, grid=grid, card=card)
     count = int((~np.isnan(values)).sum())
     rule = "expected grade of the whole slide on one board"
     if not tissue.mask.any():
         return heat, None, count, rule
     return heat, float(_finite(loss.score(model(pixels)))[0]), count, rule
+
+
+def _grade_map(values: NDArray[np.float32], *, grid: Grid, card: ModelCard) -> HeatMap:
+    high = float(card.classes - 1)
+    return HeatMap(values=values, grid=grid, low=0.0, high=high, label="expected ISUP grade")
 
 
 def _tile_grades(

@@ -78,6 +78,7 @@ def test_a_slow_link_is_seen_to_move_before_a_chunk_has_arrived() -> None:
         until(lambda: received.total == 1000)  # and the rest never comes
         here.shutdown(socket.SHUT_RDWR)
         receiver.join()
+        assert received.total == 1000
 
 
 def test_who_waits_for_a_slot_says_so(serve: Callable[..., DataServer]) -> None:
